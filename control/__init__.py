@@ -1,0 +1,1 @@
+"""The control daemon: sessions, Docker, database, runner protocol, API and CLI. Of `gateway` it may know only the contract and the runtime helpers."""

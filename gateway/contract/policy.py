@@ -1,0 +1,65 @@
+"""What a session may do, as control grants it and the gateway enforces it. A grant is whole: it replaces the one before."""
+
+import enum
+
+import msgspec
+
+
+class NetworkLevel(enum.StrEnum):
+    """How much of the network a session may reach through CONNECT and plain HTTP."""
+
+    NONE = "none"
+    REGISTRIES = "registries"
+    OPEN = "open"
+
+
+class EgressBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Egress of one session. `bytes` counts both directions, 0 means no limit; `connections` at once."""
+
+    bytes: int = 0
+    connections: int = 64
+
+
+class ModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Model use of one session; 0 means no limit."""
+
+    requests_per_minute: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session has used. Cumulative, never a difference, so that a message repeated or lost changes nothing."""
+
+    egress_bytes_up: int = 0
+    egress_bytes_down: int = 0
+    egress_allowed: int = 0
+    egress_refused: int = 0
+    model_requests: int = 0
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
+
+    def plus(self, other: "Usage") -> "Usage":
+        """Add two usages field by field."""
+        return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+
+
+class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """One session's whole permission.
+
+    `address` is the sandbox's own, without which no caller is accepted on a port that requires PROXY headers.
+    `used` is what was used in all earlier epochs of the gateway (see `messages`), so no restart refills a budget.
+    """
+
+    session: str
+    token_sha256: str
+    network: NetworkLevel = NetworkLevel.NONE
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    egress_budget: EgressBudget = EgressBudget()
+    model_budget: ModelBudget = ModelBudget()
+    models: tuple[str, ...] = ()
+    address: str | None = None
+    used: Usage = Usage()

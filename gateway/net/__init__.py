@@ -1,0 +1,1 @@
+"""What acts: sockets, timers, names. Thin; every decision is asked of `gateway.core`."""
