@@ -1,0 +1,183 @@
+"""The audit log: `<dir>/<session>.log`, JSON lines, at most `max_lines` a session and then one line that says so.
+
+The event loop only queues; a thread of the log's own writes, so a slow or full disk never stalls a tunnel. A sandbox that
+makes a million refused requests costs a comparison each, no memory and no disk.
+"""
+
+import contextlib
+import logging
+import os
+import threading
+import time
+from collections import OrderedDict, deque
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from gateway.core.verdict import CloseReason, DenyReason
+
+log = logging.getLogger("gateway.access")
+
+# Files kept open between two writes; the descriptor limit is shared with the tunnels.
+MAX_OPEN_FILES: Final = 64
+# Lines waiting for a disk that does not take them. Beyond it lines are lost, counted and reported.
+MAX_QUEUED_LINES: Final = 200_000
+# A host name is at most 253 bytes; a longer text is not a name and only there to fill the disk.
+MAX_HOST_CHARS: Final = 260
+FLUSH_INTERVAL_S: Final = 0.05
+
+
+class AuditLine(msgspec.Struct, frozen=True):
+    """One decision (`allow`, `refuse`) or one end (`close`)."""
+
+    ts: datetime
+    session: str
+    event: str
+    kind: str
+    host: str
+    port: int
+    address: str
+    reason: str
+    bytes_up: int
+    bytes_down: int
+    ms: int
+
+
+class _File:
+    __slots__ = ("fd", "lines")
+
+    def __init__(self, fd: int, lines: int) -> None:
+        self.fd = fd
+        self.lines = lines
+
+
+class AuditLog:
+    """Writes audit lines. With an empty `directory` it writes nothing (a gateway that is only measured)."""
+
+    def __init__(self, directory: str, max_lines: int) -> None:
+        self._directory = Path(directory) if directory else None
+        self._max_lines = max_lines
+        self._queue: deque[tuple[str, float, tuple[str, str, str, int, str, str, int, int, int]]] = deque()
+        self._written: dict[str, int] = {}
+        self._files: OrderedDict[str, _File] = OrderedDict()
+        self._encode = msgspec.json.Encoder().encode
+        self._wake = threading.Event()
+        self._stopping = False
+        self.lost = 0
+        self._thread: threading.Thread | None = None
+        if self._directory is not None:
+            self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
+            self._thread.start()
+
+    def write(
+        self,
+        session: str,
+        event: str,
+        kind: str,
+        host: str,
+        port: int,
+        address: str,
+        reason: DenyReason | CloseReason | str,
+        bytes_up: int = 0,
+        bytes_down: int = 0,
+        ms: int = 0,
+    ) -> None:
+        """Queue one line. `session` is a session id that is known to the registry, so it is safe as a file name."""
+        if self._directory is None:
+            return
+        count = self._written.get(session, 0)
+        # One more than the limit is let through: the writer turns it into the last line.
+        if count > self._max_lines:
+            return
+        if len(self._queue) >= MAX_QUEUED_LINES:
+            self.lost += 1
+            return
+        self._written[session] = count + 1
+        line = (event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms)
+        self._queue.append((session, time.time(), line))
+        if not self._wake.is_set():
+            self._wake.set()
+
+    def forget(self, session: str) -> None:
+        """Drop what is kept in memory about a session that is over. Its file stays and its lines still count."""
+        self._written.pop(session, None)
+
+    def close(self) -> None:
+        """Write what is queued and stop."""
+        if self._thread is not None:
+            self._stopping = True
+            self._wake.set()
+            self._thread.join()
+            self._thread = None
+
+    def _run(self) -> None:
+        while True:
+            self._wake.wait()
+            stopping = self._stopping
+            self._wake.clear()
+            self._flush()
+            if stopping:
+                break
+            # Gather lines for one write a file instead of one write a line.
+            time.sleep(FLUSH_INTERVAL_S)
+        for file in self._files.values():
+            os.close(file.fd)
+
+    def _flush(self) -> None:
+        batches: dict[str, list[bytes]] = {}
+        while self._queue:
+            session, at, line = self._queue.popleft()
+            encoded = self._encode(AuditLine(datetime.fromtimestamp(at, UTC), session, *line))
+            batches.setdefault(session, []).append(encoded + b"\n")
+        for session, lines in batches.items():
+            try:
+                self._append(session, lines)
+            except OSError as error:
+                self.lost += len(lines)
+                log.error("egress log of session %s cannot be written: %s", session, error.strerror)
+
+    def _append(self, session: str, lines: list[bytes]) -> None:
+        file = self._open(session)
+        room = self._max_lines - file.lines
+        if room < 0:
+            return
+        data = b"".join(lines[:room])
+        count = min(len(lines), room)
+        if len(lines) > room:
+            end = {"ts": datetime.now(UTC), "session": session, "event": "log_full", "max_lines": self._max_lines}
+            data += self._encode(end) + b"\n"
+            count += 1
+        view = memoryview(data)
+        while view:
+            view = view[os.write(file.fd, view) :]
+        file.lines += count
+
+    def _open(self, session: str) -> _File:
+        file = self._files.get(session)
+        if file is not None:
+            self._files.move_to_end(session)
+            return file
+        assert self._directory is not None
+        flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
+        fd = os.open(self._directory / f"{session}.log", flags, 0o640)
+        try:
+            file = _File(fd, _count_lines(fd))
+        except OSError:
+            os.close(fd)
+            raise
+        self._files[session] = file
+        if len(self._files) > MAX_OPEN_FILES:
+            _, oldest = self._files.popitem(last=False)
+            with contextlib.suppress(OSError):
+                os.close(oldest.fd)
+        return file
+
+
+def _count_lines(fd: int) -> int:
+    """Count the lines already there: the limit holds across restarts."""
+    lines = 0
+    while chunk := os.read(fd, 1 << 20):
+        lines += chunk.count(b"\n")
+    return lines

@@ -1,0 +1,246 @@
+"""gateway.toml as frozen structs. What each setting means stands in docs/configuration.md; every problem is reported at once."""
+
+import ipaddress
+from pathlib import Path
+
+import msgspec
+
+from gateway.contract.ids import is_session_id, token_sha256
+from gateway.contract.limits import GatewayLimits
+from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel
+from gateway.core.authority import AuthorityError, parse_authority
+from gateway.core.decide import HostRule, RuleError, TrustedNetwork
+from gateway.core.providers import ProviderSettings
+from gateway.runtime.addresses import AddressError, parse_address
+from gateway.runtime.settings import Problem, SettingsError, load
+
+IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
+DNS_PORT = 53
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of settings that checks itself: one ValueError, a line for each problem."""
+
+    def __post_init__(self) -> None:
+        problems = self.problems()
+        if problems:
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return every problem as `setting: sentence`."""
+        return []
+
+
+def _address_problem(name: str, text: str) -> list[str]:
+    try:
+        parse_address(text)
+    except AddressError as error:
+        return [f"{name}: {error}"]
+    return []
+
+
+def _network_problem(name: str, text: str) -> list[str]:
+    try:
+        ipaddress.ip_network(text)
+    except ValueError as error:
+        return [f"{name}: {error}"]
+    return []
+
+
+class ListenSettings(_Strict, frozen=True):
+    """Where the gateway listens. `names` are the host names by which sandboxes know the gateway itself."""
+
+    sandbox: str = "127.0.0.1:8900"
+    contract: str = ""
+    metrics: str = ""
+    proxy_protocol: bool = False
+    names: tuple[str, ...] = ("opificia-gateway",)
+
+    def problems(self) -> list[str]:
+        problems = _address_problem("sandbox", self.sandbox)
+        for name in ("contract", "metrics"):
+            if getattr(self, name):
+                problems += _address_problem(name, getattr(self, name))
+        return problems
+
+
+class SessionsSettings(_Strict, frozen=True):
+    """Sessions without a control daemon."""
+
+    file: str = ""
+
+
+class TrustedSettings(_Strict, frozen=True):
+    """A network that is not public but open for some hosts and ports: an internal mirror."""
+
+    hosts: tuple[str, ...]
+    ports: tuple[int, ...]
+    network: str
+
+    def problems(self) -> list[str]:
+        problems = _network_problem("network", self.network)
+        problems += [f"ports: {port} is not a port" for port in self.ports if not 0 < port < 65536]
+        for host in self.hosts:
+            try:
+                HostRule.parse(host)
+            except RuleError as error:
+                problems.append(f"hosts: {error}")
+        return problems
+
+    def compiled(self) -> TrustedNetwork:
+        """Return the entry in the form that decisions use."""
+        hosts = tuple(HostRule.parse(host) for host in self.hosts)
+        return TrustedNetwork(hosts, frozenset(self.ports), ipaddress.ip_network(self.network))
+
+
+class EgressSettings(_Strict, frozen=True):
+    """The operator's own part of the egress policy."""
+
+    denied_networks: tuple[str, ...] = ()
+    nameservers: tuple[str, ...] = ()
+    allow_loopback: bool = False
+    check_sni: bool = True
+    registries_file: str = ""
+    trusted: tuple[TrustedSettings, ...] = ()
+
+    def problems(self) -> list[str]:
+        problems = [line for text in self.denied_networks for line in _network_problem("denied_networks", text)]
+        for text in self.nameservers:
+            try:
+                nameserver(text)
+            except ValueError as error:
+                problems.append(f"nameservers: {error}")
+        return problems
+
+
+def nameserver(text: str) -> tuple[str, int]:
+    """Read `address` or `address:port` of a name server. Raises ValueError."""
+    try:
+        return str(ipaddress.ip_address(text)), DNS_PORT
+    except ValueError:
+        pass
+    try:
+        authority = parse_authority(text.encode())
+    except AuthorityError as error:
+        raise ValueError(f"{text!r} is neither an address nor address:port: {error}") from error
+    if authority.address is None:
+        raise ValueError(f"{text!r} is a name; a name server is given by its address")
+    return str(authority.address), authority.port
+
+
+class AuditSettings(_Strict, frozen=True):
+    """Where each session's egress log goes: `<dir>/<session>.log`."""
+
+    dir: str = ""
+
+
+class ModelSettings(_Strict, frozen=True):
+    """The default model provider and further ones."""
+
+    upstream: str = "https://api.anthropic.com"
+    api_key_file: str = ""
+    ca_file: str = ""
+    provider: tuple[ProviderSettings, ...] = ()
+
+    def problems(self) -> list[str]:
+        if not self.upstream.startswith(("https://", "http://")):
+            return [f"upstream: {self.upstream!r} is not an http:// or https:// URL"]
+        return []
+
+
+class RunnerSettings(_Strict, frozen=True):
+    """Where runners' connections are handed to: control's socket."""
+
+    upstream: str = ""
+
+    def problems(self) -> list[str]:
+        return _address_problem("upstream", self.upstream) if self.upstream else []
+
+
+class GatewayConfig(_Strict, frozen=True):
+    """gateway.toml."""
+
+    listen: ListenSettings = ListenSettings()
+    sessions: SessionsSettings = SessionsSettings()
+    egress: EgressSettings = EgressSettings()
+    audit: AuditSettings = AuditSettings()
+    limits: GatewayLimits = GatewayLimits()
+    model: ModelSettings = ModelSettings()
+    runner: RunnerSettings = RunnerSettings()
+
+    def problems(self) -> list[str]:
+        if not self.sessions.file and not self.listen.contract:
+            return ["sessions: neither [sessions] file nor [listen] contract is set, so nobody could ever be let in"]
+        return []
+
+
+class SessionSettings(_Strict, frozen=True):
+    """One `[[session]]` of sessions.toml: a grant with either the token or its SHA-256."""
+
+    id: str
+    token: str = ""
+    token_sha256: str = ""
+    network: NetworkLevel = NetworkLevel.NONE
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    egress_budget: EgressBudget = EgressBudget()
+    model_budget: ModelBudget = ModelBudget()
+    models: tuple[str, ...] = ()
+    address: str | None = None
+
+    def problems(self) -> list[str]:
+        problems = []
+        if not is_session_id(self.id):
+            problems.append(f"id: {self.id[:80]!r} is not 1 to 64 of a-z, 0-9 and -")
+        if bool(self.token) == bool(self.token_sha256):
+            problems.append("token: give exactly one of token and token_sha256")
+        for field in ("allow", "deny"):
+            for text in getattr(self, field):
+                try:
+                    HostRule.parse(text)
+                except RuleError as error:
+                    problems.append(f"{field}: {error}")
+        if self.address is not None:
+            try:
+                ipaddress.ip_address(self.address)
+            except ValueError as error:
+                problems.append(f"address: {error}")
+        return problems
+
+    def grant(self) -> Grant:
+        """Return the session as control would grant it."""
+        return Grant(
+            session=self.id,
+            token_sha256=self.token_sha256 or token_sha256(self.token),
+            network=self.network,
+            allow=self.allow,
+            deny=self.deny,
+            egress_budget=self.egress_budget,
+            model_budget=self.model_budget,
+            models=self.models,
+            address=self.address,
+        )
+
+
+class SessionsFile(_Strict, frozen=True):
+    """sessions.toml."""
+
+    session: tuple[SessionSettings, ...] = ()
+
+    def problems(self) -> list[str]:
+        seen: set[str] = set()
+        twice = {each.id for each in self.session if each.id in seen or seen.add(each.id)}  # type: ignore[func-returns-value]
+        return [f"session: {name!r} is there twice" for name in sorted(twice)]
+
+
+def load_config(path: Path) -> GatewayConfig:
+    """Read gateway.toml. Raises SettingsError with every problem."""
+    return load(path, GatewayConfig)
+
+
+def load_sessions(path: Path) -> tuple[Grant, ...]:
+    """Read sessions.toml as grants. Raises SettingsError with every problem."""
+    return tuple(session.grant() for session in load(path, SessionsFile).session)
+
+
+__all__ = ["GatewayConfig", "Problem", "SettingsError", "load_config", "load_sessions", "nameserver"]

@@ -1,0 +1,20 @@
+"""What every part of a running gateway shares: one object, passed explicitly, no globals."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from gateway.access import AuditLog
+from gateway.config import GatewayConfig
+from gateway.metrics import Metrics
+from gateway.registry import Registry
+
+
+@dataclass(slots=True)
+class Gateway:
+    """The running gateway. `model_key` returns the operator's key of the default provider (never logged)."""
+
+    config: GatewayConfig
+    registry: Registry
+    audit: AuditLog
+    metrics: Metrics
+    model_key: Callable[[], bytes]

@@ -1,0 +1,199 @@
+"""The sessions that the gateway knows, each in one place, so that budgets are exact.
+
+It keeps grants and counts; it decides nothing about hosts, and speaks to no socket.
+"""
+
+import hashlib
+import hmac
+from collections.abc import Callable, Iterable, Iterator
+from ipaddress import IPv4Address, IPv6Address, ip_address
+from typing import Final
+
+from gateway.contract.ids import is_session_id
+from gateway.contract.policy import Grant, Usage
+from gateway.core.budget import Slots
+from gateway.core.decide import Policy, RegistryList, RuleErrors
+from gateway.core.model_budget import ModelAccount
+from gateway.core.verdict import CloseReason, Deny, DenyReason
+
+IPAddress = IPv4Address | IPv6Address
+# "No limit" as a number, so that the byte path compares and subtracts and never asks.
+UNLIMITED: Final = 1 << 62
+
+_UNKNOWN = Deny(DenyReason.CREDENTIALS_WRONG, "the session is not known or its token is wrong")
+_WRONG_ADDRESS = Deny(DenyReason.WRONG_ADDRESS, "the session's credentials were used from another place")
+
+
+class Session:
+    """One live session: its grant, its counts, and what is open in its name."""
+
+    __slots__ = (
+        "_closers", "_token_hash", "address", "bytes_down", "bytes_left", "bytes_up", "egress_allowed",
+        "egress_refused", "grant", "id", "model", "pipes", "policy", "reported", "slots",
+    )  # fmt: skip
+
+    def __init__(self, grant: Grant, policy: Policy) -> None:
+        self.id = grant.session
+        self.bytes_up = 0
+        self.bytes_down = 0
+        self.egress_allowed = 0
+        self.egress_refused = 0
+        self.pipes = 0
+        self.reported: Usage | None = None
+        self._closers: set[Callable[[CloseReason], None]] = set()
+        self.slots = Slots(grant.egress_budget.connections)
+        self.model = ModelAccount(grant.model_budget, grant.used)
+        self._take(grant, policy)
+
+    def _take(self, grant: Grant, policy: Policy) -> None:
+        self.grant = grant
+        self.policy = policy
+        self.address: IPAddress | None = ip_address(grant.address) if grant.address else None
+        self._token_hash = bytes.fromhex(grant.token_sha256)
+        # Bytes that may still pass, both directions together; the splicer counts it down and stops at 0.
+        budget = grant.egress_budget.bytes
+        used = grant.used.egress_bytes_up + grant.used.egress_bytes_down + self.bytes_up + self.bytes_down
+        self.bytes_left = max(0, budget - used) if budget else UNLIMITED
+
+    def replace(self, grant: Grant, policy: Policy) -> None:
+        """Put a new grant in force. What was used stays used; what is open stays open while the grant allows it."""
+        narrowed = grant.network != self.grant.network or grant.allow != self.grant.allow or grant.deny != self.grant.deny
+        moved = grant.address != self.grant.address or grant.token_sha256 != self.grant.token_sha256
+        self._take(grant, policy)
+        self.slots.resize(grant.egress_budget.connections)
+        self.model.update(grant.model_budget, grant.used)
+        if narrowed or moved:
+            # An open tunnel was judged by the grant before; under another policy it has no right to go on.
+            self.close(CloseReason.REVOKED)
+
+    def knows(self, token: str) -> bool:
+        """Tell in constant time whether `token` is the session's."""
+        return hmac.compare_digest(hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), self._token_hash)
+
+    def add_closer(self, closer: Callable[[CloseReason], None]) -> None:
+        """Have `closer` called once when the session is revoked."""
+        self._closers.add(closer)
+
+    def remove_closer(self, closer: Callable[[CloseReason], None]) -> None:
+        """Forget `closer`; it ended by itself."""
+        self._closers.discard(closer)
+
+    def close(self, reason: CloseReason) -> None:
+        """Close everything that is open in the session's name."""
+        closers, self._closers = self._closers, set()
+        for closer in closers:
+            closer(reason)
+
+    @property
+    def open_count(self) -> int:
+        """Number of tunnels, streams and relays that are open."""
+        return len(self._closers)
+
+    def usage(self) -> Usage:
+        """Return what was used in this epoch."""
+        return Usage(
+            egress_bytes_up=self.bytes_up,
+            egress_bytes_down=self.bytes_down,
+            egress_allowed=self.egress_allowed,
+            egress_refused=self.egress_refused,
+        ).plus(self.model.usage())
+
+
+class Registry:
+    """All sessions by id."""
+
+    def __init__(self, registries: RegistryList, *, require_address: bool, ready: bool) -> None:
+        self._registries = registries
+        self._require_address = require_address
+        self._sessions: dict[str, Session] = {}
+        self._waiting: set[Callable[[], None]] = set()
+        # False from start until control's first snapshot: an unknown session may only be not known yet.
+        self.ready = ready
+
+    def __iter__(self) -> Iterator[Session]:
+        return iter(list(self._sessions.values()))
+
+    def __len__(self) -> int:
+        return len(self._sessions)
+
+    def get(self, session_id: str) -> Session | None:
+        """Return the session, or None."""
+        return self._sessions.get(session_id)
+
+    def authenticate(self, session_id: str, token: str, caller: IPAddress | None) -> Session | Deny:
+        """Return the session whose id, token and (with PROXY headers) container address these are, else a Deny."""
+        session = self._sessions.get(session_id)
+        if session is None or not session.knows(token):
+            return _UNKNOWN
+        # On a port behind the forwarder the caller must be the session's own container: a token that leaked into
+        # another sandbox opens nothing there. A grant without an address admits nobody.
+        if self._require_address and (session.address is None or caller != session.address):
+            return _WRONG_ADDRESS
+        return session
+
+    def put(self, grant: Grant) -> tuple[str, ...]:
+        """Put a grant in force, replacing the session's earlier one. Returns its problems; with any, nothing changed."""
+        problems = []
+        if not is_session_id(grant.session):
+            problems.append("the session id is not 1 to 64 of a-z, 0-9 and -")
+        if len(grant.token_sha256) != 64 or set(grant.token_sha256) - set("0123456789abcdef"):
+            problems.append("token_sha256 is not 64 lower-case hex digits")
+        if grant.address is not None:
+            try:
+                ip_address(grant.address)
+            except ValueError:
+                problems.append("address is not an IP address")
+            else:
+                problems += [
+                    f"address is session {other.id}'s"
+                    for other in self._sessions.values()
+                    if other.id != grant.session and other.grant.address == grant.address
+                ]
+        try:
+            policy = Policy.compile(grant.network, grant.allow, grant.deny, self._registries)
+        except RuleErrors as error:
+            problems += [str(each) for each in error.errors]
+        if problems:
+            return tuple(problems)
+        session = self._sessions.get(grant.session)
+        if session is None:
+            self._sessions[grant.session] = Session(grant, policy)
+        else:
+            session.replace(grant, policy)
+        return ()
+
+    def revoke(self, session_id: str) -> Session | None:
+        """Forget a session and close what is open in its name. Returns it for its last counts."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            session.close(CloseReason.REVOKED)
+        return session
+
+    def replace_all(self, grants: Iterable[Grant]) -> tuple[str, ...]:
+        """Put the whole picture in force: sessions that are not in it are revoked. Returns every problem."""
+        grants = tuple(grants)
+        for session_id in self._sessions.keys() - {grant.session for grant in grants}:
+            self.revoke(session_id)
+        problems = []
+        for grant in grants:
+            bad = self.put(grant)
+            if bad:
+                # Fail closed: a grant that cannot be understood leaves nothing of the earlier one in force.
+                self.revoke(grant.session)
+                problems += [f"{grant.session[:64]}: {problem}" for problem in bad]
+        self._become_ready()
+        return tuple(problems)
+
+    def _become_ready(self) -> None:
+        self.ready = True
+        waiting, self._waiting = self._waiting, set()
+        for callback in waiting:
+            callback()
+
+    def when_ready(self, callback: Callable[[], None]) -> None:
+        """Call `callback` once the first snapshot is in force."""
+        self._waiting.add(callback)
+
+    def stop_waiting(self, callback: Callable[[], None]) -> None:
+        """Forget a callback given to `when_ready`."""
+        self._waiting.discard(callback)
