@@ -1,0 +1,1 @@
+"""Tests of the sandbox host: one folder per kind, what they share in `support`."""
