@@ -1,0 +1,334 @@
+"""Reads and writes the store. One set of queries for SQLite and PostgreSQL.
+
+It knows rows, not what they mean for a container. Every call is bounded in time; a database that is away or hangs is
+StoreUnavailable, and the caller decides what goes on without it. One process writes.
+"""
+
+import asyncio
+import hashlib
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any, Final
+
+import alembic.command
+import alembic.config
+import msgspec
+import sqlalchemy as sa
+from sqlalchemy import event as sa_event
+from sqlalchemy.engine import make_url
+from sqlalchemy.exc import DBAPIError, IntegrityError, SQLAlchemyError
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, create_async_engine
+
+from control.db.tables import events, idempotency_keys, sessions, usage
+from control.plan.session import Event, LaunchStarted, Session, SessionState
+from control.spec import SandboxSpec
+from gateway.contract.policy import Usage
+
+# Longer than a busy database takes for one small transaction, short enough that an operator's request gets its 503.
+CALL_TIMEOUT_S: Final = 10.0
+MIGRATION_TIMEOUT_S: Final = 600.0
+_DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
+_MIGRATIONS: Final = Path(__file__).with_name("migrations")
+
+
+class StoreUnavailable(Exception):
+    """The database does not answer; the message says what it said."""
+
+
+class SessionExists(Exception):
+    """There is a session with this id."""
+
+
+class KeyReused(Exception):
+    """The idempotency key was used for another request."""
+
+
+class StoredEvent(msgspec.Struct, frozen=True):
+    """One event of a session, as the journal and the database keep it."""
+
+    number: int
+    at: int
+    event: Event
+
+
+class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
+    """One session's row."""
+
+    id: str
+    run_id: str
+    position: int
+    created_at: int
+    memory_bytes: int
+    cpus: float
+    spec: SandboxSpec
+    life: Session
+    last_event: int = 0
+    cleaned: bool = False
+
+
+_encode: Final = msgspec.json.Encoder().encode
+_life_decoder: Final = msgspec.json.Decoder(Session)
+_spec_decoder: Final = msgspec.json.Decoder(SandboxSpec)
+_event_decoder: Final[msgspec.json.Decoder[Event]] = msgspec.json.Decoder(Event)
+_usage_decoder: Final = msgspec.json.Decoder(Usage)
+
+
+def request_digest(body: bytes) -> str:
+    """Return what identifies a request under its idempotency key."""
+    return hashlib.sha256(body).hexdigest()
+
+
+class Store:
+    """The database of one control daemon."""
+
+    def __init__(self, url: str, *, call_timeout_s: float = CALL_TIMEOUT_S) -> None:
+        """Prepare access to `sqlite:///path` or `postgresql://…`. Raises ValueError for any other kind."""
+        parsed = make_url(url)
+        driver = _DRIVERS.get(parsed.drivername)
+        if driver is None:
+            raise ValueError("must begin with sqlite:/// or postgresql://")
+        self._timeout = call_timeout_s
+        self._writing = asyncio.Lock()
+        options: dict[str, Any] = {}
+        if driver == _DRIVERS["postgresql"]:
+            # Ask before each use whether a pooled connection still lives: the database may have been restarted.
+            options = {"pool_pre_ping": True, "connect_args": {"connect_timeout": max(2, int(call_timeout_s))}}
+        self._engine: AsyncEngine = create_async_engine(parsed.set(drivername=driver), **options)
+        if driver == _DRIVERS["sqlite"]:
+            sa_event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
+
+    async def close(self) -> None:
+        """Close all connections."""
+        await self._engine.dispose()
+
+    async def migrate(self) -> None:
+        """Bring the tables to this version's form. Raises StoreUnavailable."""
+        config = alembic.config.Config()
+        config.set_main_option("script_location", str(_MIGRATIONS))
+
+        def upgrade(connection: sa.Connection) -> None:
+            config.attributes["connection"] = connection
+            alembic.command.upgrade(config, "head")
+
+        async with self._transaction(MIGRATION_TIMEOUT_S) as connection:
+            await connection.run_sync(upgrade)
+
+    async def ping(self) -> None:
+        """Ask the database for a sign of life. Raises StoreUnavailable."""
+        async with self._reading() as connection:
+            await connection.execute(sa.select(1))
+
+    async def insert(self, new: StoredSession, key: str = "", digest: str = "") -> StoredSession:
+        """Store a new session, or return the one that the same key and request made before.
+
+        Raises SessionExists, KeyReused, StoreUnavailable.
+        """
+        async with self._transaction() as connection:
+            if key:
+                known = (
+                    await connection.execute(sa.select(idempotency_keys).where(idempotency_keys.c.key == key))
+                ).one_or_none()
+                if known is not None:
+                    if known.request_sha256 != digest:
+                        raise KeyReused
+                    row = await connection.execute(sa.select(sessions).where(sessions.c.id == known.session))
+                    return _session(row.one())
+            try:
+                await connection.execute(sa.insert(sessions).values(_row(new)))
+            except IntegrityError as error:
+                raise SessionExists from error
+            if key:
+                await connection.execute(
+                    sa.insert(idempotency_keys).values(key=key, request_sha256=digest, session=new.id)
+                )
+        return new
+
+    async def append(self, session: str, new: Sequence[StoredEvent], life: Session) -> None:
+        """Store events and what the session has come to by them, together or not at all.
+
+        Repeating a call that may have succeeded is harmless: events that are stored already are left out.
+        """
+        async with self._transaction() as connection:
+            last = await connection.scalar(sa.select(sessions.c.last_event).where(sessions.c.id == session))
+            missing = [each for each in new if each.number > (last or 0)]
+            if last is None or not missing:
+                return
+            await connection.execute(
+                sa.insert(events),
+                [
+                    {
+                        "session": session,
+                        "number": each.number,
+                        "at": each.at,
+                        "type": each.event.__struct_config__.tag,
+                        "data": _encode(each.event).decode(),
+                    }
+                    for each in missing
+                ],
+            )
+            values = {**_life_columns(life), "last_event": missing[-1].number}
+            # Only with the event that assigns it: a later one must not take back an address that was released.
+            if any(isinstance(each.event, LaunchStarted) for each in missing):
+                values["address"] = life.address
+            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(values))
+
+    async def release_address(self, session: str) -> None:
+        """Note that the gateway grants the session's address to nobody any more."""
+        async with self._transaction() as connection:
+            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(address=None))
+
+    async def mark_cleaned(self, session: str) -> None:
+        """Note that the session's container and volume are gone."""
+        async with self._transaction() as connection:
+            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(cleaned=True))
+
+    async def get(self, session: str) -> StoredSession | None:
+        """Return one session."""
+        async with self._reading() as connection:
+            row = (await connection.execute(sa.select(sessions).where(sessions.c.id == session))).one_or_none()
+        return None if row is None else _session(row)
+
+    async def page(
+        self, *, states: Sequence[SessionState] = (), before: int | None = None, limit: int = 100
+    ) -> list[StoredSession]:
+        """Return sessions from the newest to the oldest; `before` is the position of the last one seen."""
+        query = sa.select(sessions).order_by(sessions.c.position.desc()).limit(limit)
+        if states:
+            query = query.where(sessions.c.state.in_([state.value for state in states]))
+        if before is not None:
+            query = query.where(sessions.c.position < before)
+        async with self._reading() as connection:
+            return [_session(row) for row in await connection.execute(query)]
+
+    async def count_by_state(self) -> dict[str, int]:
+        """Return how many sessions are in each state."""
+        query = sa.select(sessions.c.state, sa.func.count()).group_by(sessions.c.state)
+        async with self._reading() as connection:
+            return {state: count for state, count in await connection.execute(query)}
+
+    async def unfinished(self) -> list[StoredSession]:
+        """Return the sessions that are not cleaned up, oldest first."""
+        query = sa.select(sessions).where(sessions.c.cleaned.is_(False)).order_by(sessions.c.position)
+        async with self._reading() as connection:
+            return [_session(row) for row in await connection.execute(query)]
+
+    async def held_addresses(self) -> dict[str, str]:
+        """Return the addresses that may still be granted, by session."""
+        query = sa.select(sessions.c.id, sessions.c.address).where(sessions.c.address.is_not(None))
+        async with self._reading() as connection:
+            return {session: address for session, address in await connection.execute(query)}
+
+    async def last_position(self) -> int:
+        """Return the position of the newest session, 0 if there is none."""
+        async with self._reading() as connection:
+            return await connection.scalar(sa.select(sa.func.max(sessions.c.position))) or 0
+
+    async def events(self, session: str, after: int = 0, limit: int = 1_000) -> list[StoredEvent]:
+        """Return events of a session with numbers above `after`, in order."""
+        query = (
+            sa.select(events)
+            .where(events.c.session == session, events.c.number > after)
+            .order_by(events.c.number)
+            .limit(limit)
+        )
+        async with self._reading() as connection:
+            rows = await connection.execute(query)
+            return [StoredEvent(row.number, row.at, _event_decoder.decode(row.data)) for row in rows]
+
+    async def put_usage(self, session: str, epoch: str, used: Usage) -> None:
+        """Store what a session has used in one epoch of the gateway, in place of what was known."""
+        text = _encode(used).decode()
+        async with self._transaction() as connection:
+            mine = (usage.c.session == session) & (usage.c.epoch == epoch)
+            changed = await connection.execute(sa.update(usage).where(mine).values(usage=text))
+            if changed.rowcount == 0:
+                exists = await connection.scalar(sa.select(sessions.c.id).where(sessions.c.id == session))
+                if exists is not None:
+                    await connection.execute(sa.insert(usage).values(session=session, epoch=epoch, usage=text))
+
+    async def usage_of(self, ids: Sequence[str]) -> dict[str, dict[str, Usage]]:
+        """Return what sessions have used, by session and epoch."""
+        found: dict[str, dict[str, Usage]] = {}
+        async with self._reading() as connection:
+            for row in await connection.execute(sa.select(usage).where(usage.c.session.in_(ids))):
+                found.setdefault(row.session, {})[row.epoch] = _usage_decoder.decode(row.usage)
+        return found
+
+    @asynccontextmanager
+    async def _reading(self) -> AsyncIterator[AsyncConnection]:
+        async with self._bounded(self._timeout), self._engine.connect() as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _transaction(self, timeout_s: float | None = None) -> AsyncIterator[AsyncConnection]:
+        # One writer at a time: SQLite refuses a second one, and one process has no need of two.
+        async with self._bounded(timeout_s or self._timeout), self._writing, self._engine.begin() as connection:
+            yield connection
+
+    @asynccontextmanager
+    async def _bounded(self, timeout_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout(timeout_s):
+                yield
+        except TimeoutError as error:
+            raise StoreUnavailable(f"the database did not answer within {timeout_s:g} s") from error
+        except (DBAPIError, OSError) as error:
+            cause = error.orig if isinstance(error, DBAPIError) else error
+            raise StoreUnavailable(f"the database is not available: {_first_line(cause)}") from error
+        except SQLAlchemyError as error:
+            raise StoreUnavailable(f"the database is not available: {_first_line(error)}") from error
+
+
+def _first_line(error: BaseException | None) -> str:
+    return (str(error).splitlines() or [type(error).__name__])[0]
+
+
+def _prepare_sqlite(connection: Any, _record: Any) -> None:
+    cursor = connection.cursor()
+    # WAL: readers do not wait for the writer. NORMAL: a power cut may take the last transactions, and the sessions'
+    # journals, which are synced first, bring them back.
+    for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=5000"):
+        cursor.execute(f"PRAGMA {pragma}")
+    cursor.close()
+
+
+def _life_columns(life: Session) -> dict[str, object]:
+    return {
+        "state": life.state.value,
+        "reason": None if life.reason is None else life.reason.value,
+        "life": _encode(life).decode(),
+    }
+
+
+def _row(new: StoredSession) -> dict[str, object]:
+    return {
+        "id": new.id,
+        "run_id": new.run_id,
+        "position": new.position,
+        "created_at": new.created_at,
+        "image": new.spec.image,
+        "network": new.spec.network.value,
+        "memory_bytes": new.memory_bytes,
+        "cpus": new.cpus,
+        "spec": _encode(new.spec).decode(),
+        "address": None,
+        "last_event": new.last_event,
+        "cleaned": new.cleaned,
+        **_life_columns(new.life),
+    }
+
+
+def _session(row: Any) -> StoredSession:
+    return StoredSession(
+        id=row.id,
+        run_id=row.run_id,
+        position=row.position,
+        created_at=row.created_at,
+        memory_bytes=row.memory_bytes,
+        cpus=row.cpus,
+        spec=_spec_decoder.decode(row.spec),
+        life=_life_decoder.decode(row.life),
+        last_event=row.last_event,
+        cleaned=row.cleaned,
+    )

@@ -1,0 +1,57 @@
+"""A session's journal: `events.jsonl`, one JSON line an event, synced to disk before anything is done about it.
+
+It is what survives when the database is away or the machine loses power; the database is brought up to it.
+"""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+
+from control.db.store import StoredEvent
+
+_decoder = msgspec.json.Decoder(StoredEvent)
+
+
+def append(path: Path, events: Sequence[StoredEvent]) -> None:
+    """Add `events` to the journal and return when they are on disk. Blocks: call it in a thread. Raises OSError."""
+    lines = b"".join(msgspec.json.encode(event) + b"\n" for event in events)
+    fd = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    try:
+        size = os.fstat(fd).st_size
+        view = memoryview(lines)
+        try:
+            while view:
+                view = view[os.write(fd, view) :]
+            os.fdatasync(fd)
+        except OSError:
+            # A full disk may leave half a line, to which the next event would be glued.
+            os.ftruncate(fd, size)
+            raise
+    finally:
+        os.close(fd)
+
+
+def read(path: Path, after: int = 0) -> list[StoredEvent]:
+    """Return the events with numbers above `after`; none if there is no journal.
+
+    A last line that a power cut tore is left out, and cut off so that the next event starts a line of its own.
+    """
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return []
+    whole = data.rfind(b"\n") + 1
+    if whole < len(data):
+        os.truncate(path, whole)
+    found = []
+    for line in data[:whole].splitlines():
+        try:
+            event = _decoder.decode(line)
+        except msgspec.MsgspecError:
+            # Not written by us; what follows cannot be trusted to continue the numbers.
+            break
+        if event.number > after:
+            found.append(event)
+    return found

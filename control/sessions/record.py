@@ -1,0 +1,184 @@
+"""Records what happens to sessions: first the journal, then the database, then whoever waits for it.
+
+While the database is away a session's events stay in its journal, and go to the database, in order, when it is back.
+"""
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from control.db.store import Store, StoredEvent, StoredSession, StoreUnavailable
+from control.plan.session import Event, NotAllowed, Session, advance
+from control.sessions import journal
+
+log = logging.getLogger(__name__)
+
+# How soon the database is asked again after it failed.
+RETRY_S: Final = 1.0
+# Syncs of different sessions wait for the disk side by side.
+_SYNC_THREADS: Final = 4
+
+
+def now_ms() -> int:
+    """Return the time in milliseconds since the epoch."""
+    return time.time_ns() // 1_000_000
+
+
+class Signal:
+    """Wakes all who wait, each time it is raised."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def raise_(self) -> None:
+        """Wake the present waiters."""
+        self._event.set()
+        self._event = asyncio.Event()
+
+    async def wait(self) -> None:
+        """Return at the next raise."""
+        await self._event.wait()
+
+
+class Record:
+    """One live session in memory: its row, what it has come to, and what the database has yet to learn."""
+
+    def __init__(self, stored: StoredSession, folder: Path) -> None:
+        self.stored: Final = stored
+        self.id: Final = stored.id
+        self.spec: Final = stored.spec
+        self.folder: Final = folder
+        self.life: Session = stored.life
+        self.number = stored.last_event
+        self.unstored: list[StoredEvent] = []
+        self.changed: Final = Signal()
+        self.lock: Final = asyncio.Lock()
+
+    @property
+    def journal(self) -> Path:
+        """The path of the session's journal."""
+        return self.folder / "events.jsonl"
+
+    def view(self) -> StoredSession:
+        """Return the session as it is now, whether or not the database knows."""
+        return msgspec.structs.replace(self.stored, life=self.life, last_event=self.number)
+
+
+class Recorder:
+    """Writes events. `run` must be running for the database to catch up after it was away."""
+
+    def __init__(self, store: Store, clock: Callable[[], int] = now_ms) -> None:
+        self._store = store
+        self._clock = clock
+        self._threads = ThreadPoolExecutor(_SYNC_THREADS, "journal")
+        self._behind: dict[str, Record] = {}
+        self._wake = asyncio.Event()
+
+    async def record(self, record: Record, event: Event) -> Session | NotAllowed:
+        """Store `event` and return what the session has come to, or NotAllowed when it cannot happen now.
+
+        On return the event is on disk. Raises OSError when the journal cannot be written: the event then has not happened.
+        """
+        async with record.lock:
+            life = advance(record.life, event, self._clock())
+            if isinstance(life, NotAllowed):
+                return life
+            await self._write(record, [(event, life)])
+        return life
+
+    async def record_all(self, record: Record, events: Sequence[Event]) -> None:
+        """Store several events with one sync; those that cannot happen now are left out. Raises OSError."""
+        async with record.lock:
+            life, allowed = record.life, []
+            for event in events:
+                following = advance(life, event, self._clock())
+                if not isinstance(following, NotAllowed):
+                    life = following
+                    allowed.append((event, life))
+            if allowed:
+                await self._write(record, allowed)
+
+    async def restore(self, record: Record) -> None:
+        """Bring a record found in the database up to its journal."""
+        missing = await asyncio.to_thread(journal.read, record.journal, record.number)
+        async with record.lock:
+            for stored in missing:
+                if stored.number != record.number + 1:
+                    break
+                life = advance(record.life, stored.event, stored.at)
+                if isinstance(life, NotAllowed):
+                    break
+                record.life, record.number = life, stored.number
+                record.unstored.append(stored)
+            await self._flush(record)
+
+    def behind(self) -> int:
+        """Return for how many sessions the database has yet to catch up."""
+        return len(self._behind)
+
+    async def run(self) -> None:
+        """Bring the database up to the journals whenever it had failed."""
+        while True:
+            await self._wake.wait()
+            self._wake.clear()
+            while self._behind:
+                await asyncio.sleep(RETRY_S)
+                for record in list(self._behind.values()):
+                    async with record.lock:
+                        if not await self._flush(record):
+                            break
+
+    async def close(self) -> None:
+        """Write what can still be written, and end."""
+        for record in list(self._behind.values()):
+            async with record.lock:
+                if not await self._flush(record):
+                    break
+        self._threads.shutdown()
+
+    async def _write(self, record: Record, events: Sequence[tuple[Event, Session]]) -> None:
+        at = self._clock()
+        lines = [StoredEvent(record.number + n, at, event) for n, (event, _life) in enumerate(events, 1)]
+        writing = asyncio.get_running_loop().run_in_executor(self._threads, journal.append, record.journal, lines)
+        # Once begun, a write is seen through: a caller that is cancelled must not leave memory behind the disk.
+        cancelled = False
+        while not writing.done():
+            try:
+                await asyncio.shield(writing)
+            except asyncio.CancelledError:
+                cancelled = True
+        writing.result()
+        record.life, record.number = events[-1][1], lines[-1].number
+        record.unstored.extend(lines)
+        if cancelled:
+            self._fall_behind(record)
+            raise asyncio.CancelledError
+        await self._flush(record)
+
+    async def _flush(self, record: Record) -> bool:
+        try:
+            if record.unstored:
+                await self._store.append(record.id, record.unstored, record.life)
+                record.unstored.clear()
+        except StoreUnavailable as error:
+            if record.id not in self._behind:
+                log.warning("session %s: its journal is ahead of the database: %s", record.id, error)
+            self._fall_behind(record)
+            return False
+        except asyncio.CancelledError:
+            self._fall_behind(record)
+            raise
+        self._behind.pop(record.id, None)
+        record.changed.raise_()
+        return True
+
+    def _fall_behind(self, record: Record) -> None:
+        self._behind[record.id] = record
+        self._wake.set()
+        record.changed.raise_()
