@@ -1,7 +1,7 @@
 """Reads and writes the store. One set of queries for SQLite and PostgreSQL.
 
 It knows rows, not what they mean for a container. Every call is bounded in time; a database that is away or hangs is
-StoreUnavailable, and the caller decides what goes on without it. One process writes.
+StoreUnavailableError, and the caller decides what goes on without it. One process writes.
 """
 
 import asyncio
@@ -32,15 +32,15 @@ _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psyco
 _MIGRATIONS: Final = Path(__file__).with_name("migrations")
 
 
-class StoreUnavailable(Exception):
+class StoreUnavailableError(Exception):
     """The database does not answer; the message says what it said."""
 
 
-class SessionExists(Exception):
+class SessionExistsError(Exception):
     """There is a session with this id."""
 
 
-class KeyReused(Exception):
+class KeyReusedError(Exception):
     """The idempotency key was used for another request."""
 
 
@@ -103,7 +103,7 @@ class Store:
         await self._engine.dispose()
 
     async def migrate(self) -> None:
-        """Bring the tables to this version's form. Raises StoreUnavailable."""
+        """Bring the tables to this version's form. Raises StoreUnavailableError."""
         config = alembic.config.Config()
         config.set_main_option("script_location", str(_MIGRATIONS))
 
@@ -115,14 +115,14 @@ class Store:
             await connection.run_sync(upgrade)
 
     async def ping(self) -> None:
-        """Ask the database for a sign of life. Raises StoreUnavailable."""
+        """Ask the database for a sign of life. Raises StoreUnavailableError."""
         async with self._reading() as connection:
             await connection.execute(sa.select(1))
 
     async def insert(self, new: StoredSession, key: str = "", digest: str = "") -> StoredSession:
         """Store a new session, or return the one that the same key and request made before.
 
-        Raises SessionExists, KeyReused, StoreUnavailable.
+        Raises SessionExistsError, KeyReusedError, StoreUnavailableError.
         """
         async with self._transaction() as connection:
             if key:
@@ -131,13 +131,13 @@ class Store:
                 ).one_or_none()
                 if known is not None:
                     if known.request_sha256 != digest:
-                        raise KeyReused
+                        raise KeyReusedError
                     row = await connection.execute(sa.select(sessions).where(sessions.c.id == known.session))
                     return _session(row.one())
             try:
                 await connection.execute(sa.insert(sessions).values(_row(new)))
             except IntegrityError as error:
-                raise SessionExists from error
+                raise SessionExistsError from error
             if key:
                 await connection.execute(
                     sa.insert(idempotency_keys).values(key=key, request_sha256=digest, session=new.id)
@@ -205,7 +205,7 @@ class Store:
         """Return how many sessions are in each state."""
         query = sa.select(sessions.c.state, sa.func.count()).group_by(sessions.c.state)
         async with self._reading() as connection:
-            return {state: count for state, count in await connection.execute(query)}
+            return dict((await connection.execute(query)).all())
 
     async def unfinished(self) -> list[StoredSession]:
         """Return the sessions that are not cleaned up, oldest first."""
@@ -217,7 +217,7 @@ class Store:
         """Return the addresses that may still be granted, by session."""
         query = sa.select(sessions.c.id, sessions.c.address).where(sessions.c.address.is_not(None))
         async with self._reading() as connection:
-            return {session: address for session, address in await connection.execute(query)}
+            return dict((await connection.execute(query)).all())
 
     async def last_position(self) -> int:
         """Return the position of the newest session, 0 if there is none."""
@@ -272,12 +272,12 @@ class Store:
             async with asyncio.timeout(timeout_s):
                 yield
         except TimeoutError as error:
-            raise StoreUnavailable(f"the database did not answer within {timeout_s:g} s") from error
+            raise StoreUnavailableError(f"the database did not answer within {timeout_s:g} s") from error
         except (DBAPIError, OSError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
-            raise StoreUnavailable(f"the database is not available: {_first_line(cause)}") from error
+            raise StoreUnavailableError(f"the database is not available: {_first_line(cause)}") from error
         except SQLAlchemyError as error:
-            raise StoreUnavailable(f"the database is not available: {_first_line(error)}") from error
+            raise StoreUnavailableError(f"the database is not available: {_first_line(error)}") from error
 
 
 def _first_line(error: BaseException | None) -> str:

@@ -1,15 +1,10 @@
-"""Who may start, and with which address: first come first served by memory, CPUs and count. Pure and exact.
+"""Who may start: first come first served by memory, CPUs and count. Pure and exact.
 
 The first in the queue is never overtaken, however small the next one is: a large sandbox would otherwise wait for ever.
 """
 
-import ipaddress
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Final
-
-# The first addresses of the subnet belong to the network itself, the forwarder and helpers.
-FIRST_SANDBOX: Final = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +25,7 @@ class Capacity:
     waiting: int
 
 
-class Refused(Exception):
+class AdmissionError(Exception):
     """The session cannot be queued; the message says why and what would help. `later`: trying again may succeed."""
 
     def __init__(self, message: str, *, later: bool) -> None:
@@ -47,16 +42,16 @@ class Admission:
         self._admitted: dict[str, Demand] = {}
 
     def enqueue(self, session: str, demand: Demand) -> None:
-        """Put a session at the end of the queue. Raises Refused if it could never start, or the queue is full."""
+        """Put a session at the end of the queue. Raises AdmissionError if it could never start, or the queue is full."""
         limit = self.capacity
         if demand.memory_bytes > limit.memory_bytes or demand.cpus > limit.cpus:
-            raise Refused(
+            raise AdmissionError(
                 f"the sandbox wants {demand.memory_bytes} bytes of memory and {demand.cpus:g} CPUs, "
                 f"all sandboxes together may take {limit.memory_bytes} and {limit.cpus:g}; ask for less",
                 later=False,
             )
         if len(self._waiting) >= limit.waiting:
-            raise Refused(f"{limit.waiting} sessions are waiting already; try again later", later=True)
+            raise AdmissionError(f"{limit.waiting} sessions are waiting already; try again later", later=True)
         self._waiting[session] = demand
 
     def hold(self, session: str, demand: Demand) -> None:
@@ -104,33 +99,3 @@ class Admission:
         # CPUs are fractions; compare in thousandths, or 0.1 + 0.2 would exceed 0.3.
         cpus = sum(round(each.cpus * 1_000) for each in held) + round(demand.cpus * 1_000)
         return memory <= limit.memory_bytes and cpus <= round(limit.cpus * 1_000)
-
-
-class AddressPool:
-    """Addresses of one subnet. An address is given back only when the gateway no longer grants it to anyone."""
-
-    def __init__(self, subnet: str, held: Iterable[str] = ()) -> None:
-        network = ipaddress.IPv4Network(subnet)
-        self._first = int(network.network_address) + FIRST_SANDBOX
-        self._last = int(network.broadcast_address) - 1
-        self._held = set(held)
-        self._next = self._first
-
-    def take(self) -> str | None:
-        """Return a free address, the one free for longest first, or None when all are taken."""
-        for _ in range(self._first, self._last + 1):
-            candidate = str(ipaddress.IPv4Address(self._next))
-            self._next = self._next + 1 if self._next < self._last else self._first
-            if candidate not in self._held:
-                self._held.add(candidate)
-                return candidate
-        return None
-
-    def free(self, address: str) -> None:
-        """Give an address back."""
-        self._held.discard(address)
-
-    @property
-    def held(self) -> frozenset[str]:
-        """The addresses that are taken."""
-        return frozenset(self._held)

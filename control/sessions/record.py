@@ -13,7 +13,7 @@ from typing import Final
 
 import msgspec
 
-from control.db.store import Store, StoredEvent, StoredSession, StoreUnavailable
+from control.db.store import Store, StoredEvent, StoredSession, StoreUnavailableError
 from control.plan.session import Event, NotAllowed, Session, advance
 from control.sessions import journal
 
@@ -166,7 +166,7 @@ class Recorder:
             if record.unstored:
                 await self._store.append(record.id, record.unstored, record.life)
                 record.unstored.clear()
-        except StoreUnavailable as error:
+        except StoreUnavailableError as error:
             if record.id not in self._behind:
                 log.warning("session %s: its journal is ahead of the database: %s", record.id, error)
             self._fall_behind(record)
