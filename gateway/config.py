@@ -9,8 +9,9 @@ from gateway.contract.ids import is_session_id, token_sha256
 from gateway.contract.limits import GatewayLimits
 from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel
 from gateway.core.authority import AuthorityError, parse_authority
-from gateway.core.decide import HostRule, RuleError, TrustedNetwork
+from gateway.core.decide import TrustedNetwork
 from gateway.core.providers import ProviderSettings
+from gateway.core.rules import HostRule, RuleError
 from gateway.runtime.addresses import AddressError, parse_address
 from gateway.runtime.settings import Problem, SettingsError, load
 

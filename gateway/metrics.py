@@ -13,13 +13,14 @@ class Metrics:
     def __init__(self) -> None:
         registry = self.registry = CollectorRegistry()
         decisions = Counter(
-            "opificia_gateway_decisions", "Decisions about requests from sandboxes", ("kind", "reason"), registry=registry
+            "opificia_gateway_decisions",
+            "Decisions about requests from sandboxes",
+            ("kind", "reason"),
+            registry=registry,
         )
         kinds = ("connect", "http", "model", "runner", "request")
         # Bound once: labels() costs more than the increment.
-        self.refused = {
-            (kind, reason): decisions.labels(kind, reason.value) for kind in kinds for reason in DenyReason
-        }
+        self.refused = {(kind, reason): decisions.labels(kind, reason.value) for kind in kinds for reason in DenyReason}
         self.allowed = {kind: decisions.labels(kind, "allowed") for kind in kinds}
         closed = Counter("opificia_gateway_tunnels_closed", "Tunnels that ended", ("reason",), registry=registry)
         self.closed = {reason: closed.labels(reason.value) for reason in CloseReason}
@@ -56,7 +57,9 @@ class Metrics:
             "opificia_gateway_model_first_byte_seconds", "Time to the provider's first byte",
             buckets=(*_SECONDS, 60.0, 120.0), registry=registry,
         )  # fmt: skip
-        self.audit_lost = Gauge("opificia_gateway_audit_lines_lost", "Audit lines that the disk did not take", registry=registry)
+        self.audit_lost = Gauge(
+            "opificia_gateway_audit_lines_lost", "Audit lines that the disk did not take", registry=registry
+        )
 
     def text(self) -> bytes:
         """Return all metrics in Prometheus' text format."""

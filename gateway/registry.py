@@ -3,6 +3,7 @@
 It keeps grants and counts; it decides nothing about hosts, and speaks to no socket.
 """
 
+import asyncio
 import hashlib
 import hmac
 from collections.abc import Callable, Iterable, Iterator
@@ -12,8 +13,8 @@ from typing import Final
 from gateway.contract.ids import is_session_id
 from gateway.contract.policy import Grant, Usage
 from gateway.core.budget import Slots
-from gateway.core.decide import Policy, RegistryList, RuleErrors
 from gateway.core.model_budget import ModelAccount
+from gateway.core.rules import Policy, RegistryList, RuleErrors
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 
 IPAddress = IPv4Address | IPv6Address
@@ -32,7 +33,7 @@ class Session:
         "egress_refused", "grant", "id", "model", "pipes", "policy", "reported", "slots",
     )  # fmt: skip
 
-    def __init__(self, grant: Grant, policy: Policy) -> None:
+    def __init__(self, grant: Grant, policy: Policy, max_waiters: int) -> None:
         self.id = grant.session
         self.bytes_up = 0
         self.bytes_down = 0
@@ -41,7 +42,7 @@ class Session:
         self.pipes = 0
         self.reported: Usage | None = None
         self._closers: set[Callable[[CloseReason], None]] = set()
-        self.slots = Slots(grant.egress_budget.connections)
+        self.slots = Slots(grant.egress_budget.connections, max_waiters)
         self.model = ModelAccount(grant.model_budget, grant.used)
         self._take(grant, policy)
 
@@ -57,7 +58,9 @@ class Session:
 
     def replace(self, grant: Grant, policy: Policy) -> None:
         """Put a new grant in force. What was used stays used; what is open stays open while the grant allows it."""
-        narrowed = grant.network != self.grant.network or grant.allow != self.grant.allow or grant.deny != self.grant.deny
+        narrowed = (
+            grant.network != self.grant.network or grant.allow != self.grant.allow or grant.deny != self.grant.deny
+        )
         moved = grant.address != self.grant.address or grant.token_sha256 != self.grant.token_sha256
         self._take(grant, policy)
         self.slots.resize(grant.egress_budget.connections)
@@ -102,9 +105,12 @@ class Session:
 class Registry:
     """All sessions by id."""
 
-    def __init__(self, registries: RegistryList, *, require_address: bool, ready: bool) -> None:
+    def __init__(
+        self, registries: RegistryList, *, require_address: bool, ready: bool, max_waiters: int = 1024
+    ) -> None:
         self._registries = registries
         self._require_address = require_address
+        self._max_waiters = max_waiters
         self._sessions: dict[str, Session] = {}
         self._waiting: set[Callable[[], None]] = set()
         # False from start until control's first snapshot: an unknown session may only be not known yet.
@@ -152,12 +158,12 @@ class Registry:
         try:
             policy = Policy.compile(grant.network, grant.allow, grant.deny, self._registries)
         except RuleErrors as error:
-            problems += [str(each) for each in error.errors]
+            problems += error.problems
         if problems:
             return tuple(problems)
         session = self._sessions.get(grant.session)
         if session is None:
-            self._sessions[grant.session] = Session(grant, policy)
+            self._sessions[grant.session] = Session(grant, policy, self._max_waiters)
         else:
             session.replace(grant, policy)
         return ()
@@ -193,6 +199,21 @@ class Registry:
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the first snapshot is in force."""
         self._waiting.add(callback)
+
+    async def wait_ready(self, session_id: str, seconds: float) -> bool:
+        """Wait until it can be said whether `session_id` is known: at once, or after control's first snapshot."""
+        if self.ready or session_id in self._sessions:
+            return True
+        known = asyncio.Event()
+        self.when_ready(known.set)
+        try:
+            async with asyncio.timeout(seconds):
+                await known.wait()
+        except TimeoutError:
+            return False
+        finally:
+            self.stop_waiting(known.set)
+        return True
 
     def stop_waiting(self, callback: Callable[[], None]) -> None:
         """Forget a callback given to `when_ready`."""

@@ -31,7 +31,7 @@ class FrameReader(Generic[Message]):
 
     def __init__(self, reader: asyncio.StreamReader, messages: object) -> None:
         self._reader = reader
-        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(messages)  # type: ignore[arg-type]
+        self._decoder: msgspec.msgpack.Decoder[Message] = msgspec.msgpack.Decoder(messages)
 
     async def read(self) -> Message | None:
         """Return the next message, or None when the peer closed between two frames.

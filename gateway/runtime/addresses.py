@@ -63,7 +63,7 @@ def listen(address: UnixAddress | TcpAddress, backlog: int = 4096, mode: int = 0
         family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
         server = socket.socket(family, socket.SOCK_STREAM)
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        target: object = (address.host, address.port)
+        target: tuple[str, int] | str = (address.host, address.port)
     else:
         _remove_stale(address)
         server = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)

@@ -1,0 +1,210 @@
+"""Puts a gateway together from its config, runs it, and takes it apart again."""
+
+import asyncio
+import ipaddress
+import logging
+import resource
+import secrets
+import signal
+import socket
+from collections.abc import Awaitable, Callable
+from importlib import resources
+from pathlib import Path
+from typing import Final
+
+from gateway.access import AuditLog
+from gateway.config import GatewayConfig, load_sessions, nameserver
+from gateway.context import Gateway
+from gateway.core.decide import HostFacts
+from gateway.core.rules import RegistryList, RuleErrors, load_registries
+from gateway.core.verdict import CloseReason
+from gateway.credentials import ModelKey, ModelKeyError
+from gateway.metrics import Metrics
+from gateway.net.connect import Waits
+from gateway.net.dial import Dialer
+from gateway.net.handover import Handover
+from gateway.net.idle import IdleSweep
+from gateway.net.linger import Lingering
+from gateway.net.link import ContractServer
+from gateway.net.listener import Listener
+from gateway.net.metrics_server import MetricsServer
+from gateway.net.own_addresses import REFRESH_S, read_own_addresses
+from gateway.net.pipes import PipePool
+from gateway.net.resolve import Resolver
+from gateway.net.services import Services
+from gateway.registry import Registry
+from gateway.runtime.addresses import TcpAddress, listen, parse_address
+from gateway.runtime.notify import notify, passed_sockets
+from gateway.runtime.settings import SettingsError
+
+log = logging.getLogger("gateway.app")
+
+# How often draining looks whether all has ended.
+_POLL_S: Final = 0.05
+
+
+class StartError(Exception):
+    """The gateway cannot start; the message is one sentence with the remedy."""
+
+
+def read_registries(config: GatewayConfig) -> RegistryList:
+    """Return the list of package registries: the built-in one, or the operator's. Raises StartError."""
+    file = config.egress.registries_file
+    try:
+        text = Path(file).read_text() if file else (resources.files("gateway") / "data/registries.toml").read_text()
+        return load_registries(text)
+    except OSError as error:
+        raise StartError(f"[egress] registries_file {file} cannot be read: {error.strerror}") from error
+    except RuleErrors as error:
+        raise StartError(f"[egress] registries_file {file}: {error}") from error
+
+
+def raise_descriptor_limit() -> int:
+    """Raise the soft limit of open files to the hard one; a tunnel takes two. Returns the limit."""
+    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    return hard
+
+
+class App:
+    """One gateway process."""
+
+    def __init__(self, config: GatewayConfig) -> None:
+        self._config = config
+        registries = read_registries(config)
+        try:
+            self._key = ModelKey(config.model.api_key_file)
+        except ModelKeyError as error:
+            raise StartError(str(error)) from error
+        # Without a contract socket the file is all there is to know, so the picture is whole at once.
+        registry = Registry(
+            registries,
+            require_address=config.listen.proxy_protocol,
+            ready=not config.listen.contract,
+            max_waiters=config.limits.egress_waiters_per_session,
+        )
+        audit = AuditLog(config.audit.dir, config.limits.max_egress_log_lines)
+        self.gateway = Gateway(config, registry, audit, Metrics(), self._key)
+        if config.sessions.file:
+            self._load_sessions()
+        self._stopping = asyncio.Event()
+
+    def _load_sessions(self) -> None:
+        for problem in self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file))):
+            raise StartError(f"{self._config.sessions.file}: {problem}")
+
+    def _facts(self) -> HostFacts:
+        listen_settings = self._config.listen
+        addresses = [parse_address(text) for text in (listen_settings.sandbox, listen_settings.metrics) if text]
+        egress = self._config.egress
+        return HostFacts(
+            denied_networks=tuple(ipaddress.ip_network(text) for text in egress.denied_networks),
+            trusted=tuple(entry.compiled() for entry in egress.trusted),
+            own_addresses=read_own_addresses(),
+            own_ports=frozenset(address.port for address in addresses if isinstance(address, TcpAddress)),
+            allow_loopback=egress.allow_loopback,
+        )
+
+    async def run(self) -> None:
+        """Serve until SIGTERM or SIGINT. Raises StartError, ListenError."""
+        loop = asyncio.get_running_loop()
+        config, limits, metrics = self._config, self._config.limits, self.gateway.metrics
+        raise_descriptor_limit()
+        if config.egress.allow_loopback:
+            log.warning("[egress] allow_loopback is on: for benchmarks and tests only")
+        services = Services(
+            loop=loop,
+            gateway=self.gateway,
+            resolver=Resolver(
+                loop,
+                timeout_s=limits.dns_timeout_ms / 1000,
+                cache_names=limits.dns_cache_names,
+                min_ttl_s=limits.dns_min_ttl_s,
+                max_ttl_s=limits.dns_max_ttl_s,
+                queries_per_session=limits.dns_queries_per_session,
+                nameservers=[nameserver(text) for text in config.egress.nameservers],
+                observe=metrics.resolve_seconds.observe,
+            ),
+            dialer=Dialer(loop, limits.egress_connect_timeout_ms / 1000, metrics.connect_seconds.observe),
+            pipes=PipePool(),
+            idle=IdleSweep(loop, limits.egress_idle_ms / 1000),
+            lingering=Lingering(loop),
+            handover=Handover(loop),
+            facts=self._facts(),
+        )
+        services.waits = Waits(services)
+        closers: list[Callable[[], Awaitable[None] | None]] = []
+        passed = passed_sockets()
+        try:
+            listener = Listener(services, self._socket(passed, "sandbox", config.listen.sandbox))
+            closers.append(listener.close)
+            if config.listen.contract:
+                contract = ContractServer(self.gateway, epoch=secrets.token_hex(8))
+                await contract.start(self._socket(passed, "contract", config.listen.contract))
+                closers.append(contract.close)
+            if config.listen.metrics:
+                server = MetricsServer(self.gateway)
+                await server.start(self._socket(passed, "metrics", config.listen.metrics))
+                closers.append(server.close)
+            for number in (signal.SIGTERM, signal.SIGINT):
+                loop.add_signal_handler(number, self._stopping.set)
+            loop.add_signal_handler(signal.SIGHUP, self._reload, services)
+            refresh = loop.create_task(self._keep_facts_current(services))
+            listener.start()
+            notify("READY=1")
+            log.info("serving sandboxes on %s", config.listen.sandbox)
+            await self._stopping.wait()
+            notify("STOPPING=1")
+            listener.stop()
+            refresh.cancel()
+            await self._drain(limits.drain_ms / 1000)
+        finally:
+            for closer in closers:
+                result = closer()
+                if result is not None:
+                    await result
+            for session in self.gateway.registry:
+                session.close(CloseReason.SHUTDOWN)
+            await services.handover.close()
+            for part in (services.waits, services.dialer, services.resolver, services.idle, services.lingering):
+                part.close()
+            services.pipes.close()
+            self.gateway.audit.close()
+
+    @staticmethod
+    def _socket(passed: dict[str, socket.socket], name: str, address: str) -> socket.socket:
+        return passed.get(name) or listen(parse_address(address))
+
+    async def _drain(self, seconds: float) -> None:
+        """Let what is open end by itself, for at most `seconds`."""
+        loop = asyncio.get_running_loop()
+        end = loop.time() + seconds
+        # Hundreds of unlike things may be open, and none tells another that it ended.
+        while loop.time() < end and any(session.open_count for session in self.gateway.registry):  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
+    def _reload(self, services: Services) -> None:
+        """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
+        try:
+            self._key.reload()
+            if self._config.sessions.file:
+                problems = self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file)))
+                for problem in problems:
+                    log.error("%s: %s", self._config.sessions.file, problem)
+        except (ModelKeyError, SettingsError) as error:
+            log.error("reload: %s", error)
+        services.resolver.reload()
+        services.facts = self._facts()
+        log.info("reloaded")
+
+    async def _keep_facts_current(self, services: Services) -> None:
+        while True:
+            await asyncio.sleep(REFRESH_S)
+            try:
+                addresses = read_own_addresses()
+            except OSError as error:
+                # The last known addresses stay refused.
+                log.error("this host's addresses cannot be read: %s", error.strerror)
+                continue
+            if addresses != services.facts.own_addresses:
+                services.facts = self._facts()

@@ -1,0 +1,118 @@
+"""A connection that has arrived: PROXY header and request head are read into one bounded buffer, then it is routed.
+
+Peeking at a partial head would spin (the socket stays readable), so what was read travels with the connection: the bytes
+beyond the head are the first bytes of a tunnel, or are fed to the protocol that takes over.
+"""
+
+import socket
+import time
+from ipaddress import IPv4Address, IPv6Address
+from typing import TYPE_CHECKING, Final
+
+from gateway.core.head import Head, HeadError, parse_head
+from gateway.core.incomplete import INCOMPLETE, Incomplete
+from gateway.core.proxy_header import ProxyHeaderError, parse_proxy_header
+from gateway.core.replies import refusal
+from gateway.core.verdict import DenyReason
+
+if TYPE_CHECKING:
+    from gateway.net.listener import Listener
+
+IPAddress = IPv4Address | IPv6Address
+_READ_BYTES: Final = 8192
+
+
+class Arrival:
+    """One connection until it is known what it wants. Owns `sock` until it is handed to a route."""
+
+    __slots__ = ("_buffer", "_listener", "_proxied", "caller", "sock", "source", "started", "watching")
+
+    def __init__(self, listener: "Listener", sock: socket.socket) -> None:
+        self._listener = listener
+        self.sock = sock
+        self.started = time.monotonic()
+        # The caller's own address, from the PROXY header; None on a port without PROXY headers.
+        self.caller: IPAddress | None = None
+        # Whose share of unauthenticated connections this is.
+        self.source: object = None
+        self._buffer = b""
+        self._proxied = not listener.proxy_protocol
+        self.watching = False
+
+    def begin(self) -> None:
+        """Read at once what is there already: a forwarder sends header and head together."""
+        self.on_readable()
+        if not self.watching and self.sock.fileno() >= 0 and self._listener.is_open(self):
+            self.watching = True
+            self._listener.loop.add_reader(self.sock.fileno(), self.on_readable)
+
+    def on_readable(self) -> None:
+        """Read what has come; route the connection once its head is whole."""
+        try:
+            data = self.sock.recv(_READ_BYTES)
+        except BlockingIOError:
+            return
+        except OSError:
+            self.drop()
+            return
+        if not data:
+            # Opened and closed: a health check. Closed in mid-head: nobody to answer. Neither is logged.
+            self.drop()
+            return
+        self._buffer = self._buffer + data if self._buffer else data
+        try:
+            if not self._proxied and not self._read_proxy_header():
+                return
+            head: Head | Incomplete = INCOMPLETE
+            if self._buffer:
+                head = parse_head(self._buffer, self._listener.head_bytes)
+        except ProxyHeaderError:
+            # Whoever speaks without the header did not come through the forwarder. There is nothing to tell it.
+            self.drop()
+            return
+        except HeadError as error:
+            self.refuse(error.status, error.reason, error.message)
+            return
+        if head is INCOMPLETE:
+            return
+        assert isinstance(head, Head)
+        # The socket stays watched: a route that goes on reading only puts its own callback in place.
+        self._listener.leave(self)
+        self._listener.route(self, head, self._buffer)
+
+    def _read_proxy_header(self) -> bool:
+        header = parse_proxy_header(self._buffer)
+        if isinstance(header, Incomplete):
+            return False
+        self._proxied = True
+        self._buffer = self._buffer[header.size :]
+        self.caller = header.source
+        if header.source is not None and not self._listener.admit_source(self, header.source):
+            self.drop()
+            return False
+        return True
+
+    def release(self) -> None:
+        """Stop watching the socket; it belongs to somebody else, or is about to be closed."""
+        if self.watching:
+            self._listener.loop.remove_reader(self.sock.fileno())
+            self.watching = False
+        self._listener.leave(self)
+
+    def refuse(self, status: int, reason: DenyReason, message: str) -> None:
+        """Answer with a refusal and close."""
+        self.release()
+        self._listener.services.gateway.metrics.refused["request", reason].inc()
+        self._listener.services.lingering.close_with(self.sock, refusal(status, reason, message))
+
+    def drop(self) -> None:
+        """Close without a word."""
+        self.release()
+        self.sock.close()
+
+    def expire(self) -> None:
+        """The head did not come in time."""
+        if self._buffer:
+            self.refuse(408, DenyReason.HEAD_TIMEOUT, "the request head did not arrive in time")
+        else:
+            self.drop()

@@ -1,0 +1,74 @@
+"""Ends a connection so that the client can read why.
+
+close(2) with unread bytes sends a reset, and a reset makes the client throw away the reply that said why. So the last
+reply is followed by a half-close, and what still comes is read and thrown away, for a short time and up to a bound.
+"""
+
+import asyncio
+import socket
+from typing import Final
+
+from gateway.net.deadlines import Deadlines
+
+# nginx waits 5 s between reads (lingering_timeout); a sandbox is on the same host.
+LINGER_S: Final = 2.0
+MAX_DISCARDED_BYTES: Final = 256 * 1024
+# More connections than this being ended at once: the rest is closed hard.
+MAX_LINGERING: Final = 1024
+_DISCARD_BYTES: Final = 64 * 1024
+
+
+class _Ending:
+    __slots__ = ("discarded", "lingering", "sock")
+
+    def __init__(self, lingering: "Lingering", sock: socket.socket) -> None:
+        self.lingering = lingering
+        self.sock = sock
+        self.discarded = 0
+
+    def on_readable(self) -> None:
+        try:
+            size = len(self.sock.recv(_DISCARD_BYTES))
+        except BlockingIOError:
+            return
+        except OSError:
+            size = 0
+        self.discarded += size
+        if size == 0 or self.discarded > MAX_DISCARDED_BYTES:
+            self.lingering.end(self)
+
+
+class Lingering:
+    """The connections that have got their last reply."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._deadlines: Deadlines[_Ending] = Deadlines(loop, LINGER_S, self.end)
+
+    def close_with(self, sock: socket.socket, reply: bytes) -> None:
+        """Send `reply` on a non-blocking socket that no reader watches, then close it, kindly if there is room.
+
+        The reply fits an empty send buffer; a client that filled it by not reading loses it.
+        """
+        try:
+            sock.send(reply)
+            sock.shutdown(socket.SHUT_WR)
+        except OSError:
+            sock.close()
+            return
+        if len(self._deadlines) >= MAX_LINGERING:
+            sock.close()
+            return
+        ending = _Ending(self, sock)
+        self._deadlines.add(ending)
+        self._loop.add_reader(sock.fileno(), ending.on_readable)
+
+    def end(self, ending: _Ending) -> None:
+        """Close for good."""
+        self._deadlines.discard(ending)
+        self._loop.remove_reader(ending.sock.fileno())
+        ending.sock.close()
+
+    def close(self) -> None:
+        """Stop the timer; what still lingers goes with the process."""
+        self._deadlines.close()

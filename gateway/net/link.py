@@ -1,0 +1,121 @@
+"""The contract socket: control connects, brings grants, and gets acknowledgements and usage.
+
+If control goes away the gateway keeps the last grants and all tunnels; when it comes back it sends the whole picture
+again. One control at a time: a second connection replaces the first, which is what a restarted control looks like.
+"""
+
+import asyncio
+import logging
+import socket
+from typing import Final
+
+from gateway.context import Gateway
+from gateway.contract.framing import FrameReader, FramingError, encode
+from gateway.contract.messages import (
+    PROTOCOL_VERSION,
+    Ack,
+    FromControl,
+    FromGateway,
+    PutGrant,
+    RevokeGrant,
+    Snapshot,
+    UsageReport,
+    Welcome,
+)
+
+log = logging.getLogger("gateway.link")
+
+# How often changed usage is reported.
+REPORT_S: Final = 1.0
+
+
+class ContractServer:
+    """Serves the contract socket."""
+
+    def __init__(self, gateway: Gateway, epoch: str) -> None:
+        self._gateway = gateway
+        self._epoch = epoch
+        self._server: asyncio.Server | None = None
+        self._writer: asyncio.StreamWriter | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    async def start(self, listening: socket.socket) -> None:
+        """Serve on a listening unix socket."""
+        self._server = await asyncio.start_unix_server(self._on_connect, sock=listening)
+
+    async def close(self) -> None:
+        """Stop, and end the connection."""
+        if self._server is not None:
+            self._server.close()
+        for task in list(self._tasks):
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    @property
+    def connected(self) -> bool:
+        """Whether control is there."""
+        return self._writer is not None
+
+    async def _on_connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        previous, self._writer = self._writer, writer
+        if previous is not None:
+            log.info("control connected again; its earlier connection is closed")
+            previous.close()
+        try:
+            self._send(writer, Welcome(PROTOCOL_VERSION, self._epoch))
+            # What is reported must be all that control does not know: it may have lost everything.
+            for session in self._gateway.registry:
+                session.reported = None
+            async with asyncio.TaskGroup() as group:
+                reports = group.create_task(self._report(writer))
+                await self._serve(FrameReader[FromControl](reader, FromControl), writer)
+                reports.cancel()
+        except* (FramingError, OSError) as errors:
+            log.warning("control's connection ended: %s", "; ".join(str(error) for error in errors.exceptions))
+        finally:
+            if self._writer is writer:
+                self._writer = None
+            writer.close()
+            self._tasks.discard(task)
+
+    async def _serve(self, frames: FrameReader[FromControl], writer: asyncio.StreamWriter) -> None:
+        registry = self._gateway.registry
+        known = False
+        while (message := await frames.read()) is not None:
+            match message:
+                case Snapshot():
+                    if message.version != PROTOCOL_VERSION:
+                        raise FramingError(f"control speaks contract version {message.version}, not {PROTOCOL_VERSION}")
+                    problems = registry.replace_all(message.grants)
+                    known = True
+                    log.info("control brought %d grants", len(message.grants))
+                case PutGrant() | RevokeGrant() if not known:
+                    raise FramingError("a change came before the snapshot")
+                case PutGrant(grant=grant):
+                    problems = registry.put(grant)
+                case RevokeGrant(session=session_id):
+                    problems = ()
+                    if (session := registry.revoke(session_id)) is not None:
+                        self._send(writer, UsageReport(self._epoch, session.id, session.usage(), final=True))
+                        self._gateway.audit.forget(session.id)
+            for problem in problems:
+                log.error("a grant is refused: %s", problem)
+            self._send(writer, Ack(message.serial, problems))
+            await writer.drain()
+
+    async def _report(self, writer: asyncio.StreamWriter) -> None:
+        while True:
+            for session in self._gateway.registry:
+                usage = session.usage()
+                if usage != session.reported:
+                    session.reported = usage
+                    self._send(writer, UsageReport(self._epoch, session.id, usage))
+            await writer.drain()
+            await asyncio.sleep(REPORT_S)
+
+    @staticmethod
+    def _send(writer: asyncio.StreamWriter, message: FromGateway) -> None:
+        writer.write(encode(message))

@@ -1,0 +1,163 @@
+"""The sandbox port: accepts, admits within bounds, and routes each connection by its head.
+
+Accepting is raw (`add_reader` on the listening socket): a CONNECT stays a raw socket from end to end, because a socket
+once given to a transport refuses `add_reader`.
+"""
+
+import asyncio
+import errno
+import logging
+import socket
+from typing import Final
+
+from gateway.core.authority import AuthorityError, parse_absolute_http
+from gateway.core.head import Head, HeadError
+from gateway.core.verdict import DenyReason
+from gateway.net.arrival import Arrival
+from gateway.net.connect import Connect
+from gateway.net.deadlines import Deadlines
+from gateway.net.model import ModelProtocol
+from gateway.net.plain import PlainRelay
+from gateway.net.runner import RunnerHandoff
+from gateway.net.services import Services
+
+log = logging.getLogger("gateway.listener")
+
+# Connections accepted before everything else gets its turn.
+ACCEPTS_PER_TURN: Final = 64
+# When the process has no descriptor left, accepting pauses: existing tunnels go on and free some.
+PAUSE_S: Final = 0.1
+_EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
+
+
+class Listener:
+    """Serves one listening socket."""
+
+    def __init__(self, services: Services, server: socket.socket) -> None:
+        config = services.gateway.config
+        self.services = services
+        self.loop = services.loop
+        self.proxy_protocol = config.listen.proxy_protocol
+        self.head_bytes = config.limits.head_bytes
+        self._names = frozenset(name.lower() for name in config.listen.names)
+        self._server = server
+        self._per_source = config.limits.unauthenticated_per_source
+        self._total = config.limits.unauthenticated_total
+        self._open: set[Arrival] = set()
+        self._sources: dict[object, int] = {}
+        self._deadlines: Deadlines[Arrival] = Deadlines(
+            self.loop, config.limits.head_timeout_ms / 1000, lambda arrival: arrival.expire()
+        )
+        self._resume: asyncio.TimerHandle | None = None
+        self._listening = False
+
+    def start(self) -> None:
+        """Begin to accept."""
+        self._listening = True
+        self.loop.add_reader(self._server.fileno(), self._on_acceptable)
+
+    def stop(self) -> None:
+        """Accept no more; what is open goes on. The listening socket itself stays open (its queue is not lost)."""
+        if self._listening:
+            self._listening = False
+            self.loop.remove_reader(self._server.fileno())
+        if self._resume is not None:
+            self._resume.cancel()
+            self._resume = None
+
+    def close(self) -> None:
+        """Stop and close what has no head yet."""
+        self.stop()
+        for arrival in list(self._open):
+            arrival.drop()
+        self._deadlines.close()
+        self._server.close()
+
+    def _on_acceptable(self) -> None:
+        metrics = self.services.gateway.metrics
+        for _ in range(ACCEPTS_PER_TURN):
+            try:
+                sock, address = self._server.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in _EXHAUSTED:
+                    metrics.overload_descriptors.inc()
+                    self._pause()
+                    return
+                # The connection died in the queue (accept(2): treat as EAGAIN).
+                continue
+            metrics.connections.inc()
+            if len(self._open) >= self._total:
+                metrics.overload_total.inc()
+                sock.close()
+                continue
+            sock.setblocking(False)
+            arrival = Arrival(self, sock)
+            self._open.add(arrival)
+            self._deadlines.add(arrival)
+            if self.proxy_protocol or not isinstance(address, tuple) or self.admit_source(arrival, address[0]):
+                arrival.begin()
+            else:
+                arrival.drop()
+
+    def _pause(self) -> None:
+        self.stop()
+        self._resume = self.loop.call_later(PAUSE_S, self.start)
+
+    def is_open(self, arrival: Arrival) -> bool:
+        """Tell whether the arrival still waits for its head."""
+        return arrival in self._open
+
+    def admit_source(self, arrival: Arrival, source: object) -> bool:
+        """Count an arrival to its source; False when the source has too many without a head."""
+        count = self._sources.get(source, 0)
+        if count >= self._per_source:
+            self.services.gateway.metrics.overload_source.inc()
+            return False
+        self._sources[source] = count + 1
+        arrival.source = source
+        return True
+
+    def leave(self, arrival: Arrival) -> None:
+        """Forget an arrival: it is routed or gone."""
+        self._open.discard(arrival)
+        self._deadlines.discard(arrival)
+        source, arrival.source = arrival.source, None
+        if source is not None:
+            count = self._sources[source] - 1
+            if count:
+                self._sources[source] = count
+            else:
+                del self._sources[source]
+
+    def route(self, arrival: Arrival, head: Head, data: bytes) -> None:
+        """Hand the connection to what its head asks for. `data` is all that was read, the head first."""
+        if head.method == b"CONNECT":
+            Connect(self.services, arrival, head, data[head.size :]).start()
+            return
+        target = head.target
+        if target[:7].lower() == b"http://":
+            try:
+                authority, origin = parse_absolute_http(target)
+            except AuthorityError as error:
+                arrival.refuse(400, DenyReason.MALFORMED_AUTHORITY, str(error))
+                return
+            if authority.host not in self._names:
+                arrival.release()
+                self.services.handover.give(arrival.sock, PlainRelay(self.services, arrival.caller), data)
+                return
+            # A client with HTTP_PROXY and no NO_PROXY asks the proxy for the proxy itself: as if addressed directly.
+            target = origin
+        if target.startswith(b"/model/"):
+            arrival.release()
+            self.services.handover.give(arrival.sock, ModelProtocol(self.services.gateway, arrival.caller), data)
+        elif target == b"/runner" or target.startswith(b"/runner?"):
+            try:
+                handoff = RunnerHandoff(self.services, arrival.caller, arrival.sock)
+                arrival.release()
+                self.services.handover.keep(handoff.start(head, target, data[head.size :]))
+            except HeadError as error:
+                arrival.refuse(error.status, error.reason, error.message)
+        else:
+            arrival.refuse(404, DenyReason.NOT_FOUND, "there is nothing of this name at the sandbox port")

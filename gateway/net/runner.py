@@ -1,0 +1,134 @@
+"""/runner: the sandbox's runner is authenticated here and handed to control by splice.
+
+Control never sees the sandbox's own request: the gateway writes an upgrade head of its own, with the session's id and no
+token. After it the bytes are control's and the runner's alone. No budget and no egress idle limit apply.
+"""
+
+import asyncio
+import logging
+import re
+import socket
+from typing import TYPE_CHECKING, Final
+from urllib.parse import parse_qsl
+
+from gateway.core.credentials import parse_bearer
+from gateway.core.head import Head
+from gateway.core.replies import refusal
+from gateway.core.verdict import CloseReason, Deny, DenyReason
+from gateway.net.services import Services
+from gateway.net.splice import Splicer
+from gateway.registry import IPAddress, Session
+from gateway.runtime.addresses import UnixAddress, parse_address
+
+if TYPE_CHECKING:
+    pass
+
+log = logging.getLogger("gateway.runner")
+
+# Control answers on the same host; longer means that it is not there.
+HANDOFF_S: Final = 5.0
+# RFC 6455 §4.1: 16 bytes in base64.
+_WEBSOCKET_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
+
+
+def upgrade_head(session_id: str, key: bytes) -> bytes:
+    """Return the head that control gets: RFC 6455 §4.2.1 and the authenticated session."""
+    return (
+        b"GET /runner HTTP/1.1\r\nHost: control\r\nUpgrade: websocket\r\nConnection: Upgrade\r\n"
+        b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: %b\r\nX-Opificia-Session: %b\r\n\r\n"
+        % (key, session_id.encode())
+    )
+
+
+class RunnerHandoff:
+    """One runner's connection, from its head to the splice."""
+
+    def __init__(self, services: Services, caller: IPAddress | None, sock: socket.socket) -> None:
+        self._services = services
+        self._caller = caller
+        self._sock = sock
+        self._upstream: socket.socket | None = None
+        self._session: Session | None = None
+        self._splicer: Splicer | None = None
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, head: Head, target: bytes, early: bytes) -> asyncio.Task[None]:
+        """Begin; the returned task ends when the connection is spliced or refused. Raises HeadError on a bad head."""
+        query = dict(parse_qsl(target.partition(b"?")[2].decode("latin-1"), max_num_fields=8))
+        token = parse_bearer(head.get(b"authorization") or b"")
+        key = head.get(b"sec-websocket-key") or b""
+        upgrade = (head.get(b"upgrade") or b"").lower()
+        websocket = head.method == b"GET" and upgrade == b"websocket" and _WEBSOCKET_KEY.fullmatch(key) is not None
+        self._task = self._services.loop.create_task(self._run(query.get("session", ""), token, key, websocket, early))
+        return self._task
+
+    async def _run(self, session_id: str, token: str | None, key: bytes, websocket: bool, early: bytes) -> None:
+        gateway = self._services.gateway
+        if token is None:
+            self._refuse(401, Deny(DenyReason.CREDENTIALS_MISSING, "the session's token is needed"))
+            return
+        if not await gateway.registry.wait_ready(session_id, gateway.config.limits.resync_wait_ms / 1000):
+            self._refuse(503, Deny(DenyReason.NOT_READY, "the gateway does not know its sessions yet; try again"))
+            return
+        session = gateway.registry.authenticate(session_id, token, self._caller)
+        if isinstance(session, Deny):
+            self._refuse(401, session)
+            return
+        if not websocket:
+            self._refuse(400, Deny(DenyReason.MALFORMED_REQUEST, "/runner is a WebSocket"))
+            return
+        self._session = session
+        session.add_closer(self._revoke)
+        try:
+            async with asyncio.timeout(HANDOFF_S):
+                await self._hand_over(session, key, early)
+        except asyncio.CancelledError:
+            # Revoked while control was being reached.
+            self._give_back()
+            self._sock.close()
+        except (OSError, TimeoutError) as error:
+            log.warning("runner of session %s: control cannot be reached: %s", session.id, type(error).__name__)
+            self._give_back()
+            self._refuse(503, Deny(DenyReason.NOT_READY, "the control daemon cannot be reached; try again"))
+
+    async def _hand_over(self, session: Session, key: bytes, early: bytes) -> None:
+        services = self._services
+        upstream = parse_address(services.gateway.config.runner.upstream)
+        if isinstance(upstream, UnixAddress):
+            sock = self._upstream = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+            sock.setblocking(False)
+            await services.loop.sock_connect(sock, upstream.path)
+        else:
+            sock = self._upstream = socket.socket(
+                socket.AF_INET6 if ":" in upstream.host else socket.AF_INET, socket.SOCK_STREAM | socket.SOCK_NONBLOCK
+            )
+            sock.setblocking(False)
+            await services.loop.sock_connect(sock, (upstream.host, upstream.port))
+        await services.loop.sock_sendall(sock, upgrade_head(session.id, key))
+        self._upstream = None
+        services.gateway.metrics.allowed["runner"].inc()
+        self._splicer = Splicer(
+            services.loop, services.pipes, services.runner_account, self._sock, sock, self._on_close
+        )
+        self._splicer.start(early)
+
+    def _revoke(self, reason: CloseReason) -> None:
+        if self._splicer is not None:
+            self._splicer.close(reason)
+        elif self._task is not None:
+            self._task.cancel()
+
+    def _on_close(self, reason: CloseReason) -> None:
+        self._give_back()
+
+    def _give_back(self) -> None:
+        if self._session is not None:
+            self._session.remove_closer(self._revoke)
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
+
+    def _refuse(self, status: int, deny: Deny) -> None:
+        self._services.gateway.metrics.refused["runner", deny.reason].inc()
+        reply = refusal(status, deny.reason, deny.message, retry_after_s=1 if status == 503 else None)
+        self._services.lingering.close_with(self._sock, reply)
