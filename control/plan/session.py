@@ -124,6 +124,7 @@ class CommandSent(msgspec.Struct, frozen=True, tag="command_sent"):
 class CommandCompleted(msgspec.Struct, frozen=True, tag="command_completed"):
     """The runner claims that a command ended."""
 
+    seq: int
     run: str
     main: bool
     exit_code: int
@@ -153,6 +154,7 @@ class Ended(msgspec.Struct, frozen=True, tag="ended"):
 class RunnerStatus(msgspec.Struct, frozen=True, tag="runner_status"):
     """The runner tells how it is doing."""
 
+    seq: int
     status: str
     detail: str = ""
 
@@ -160,6 +162,7 @@ class RunnerStatus(msgspec.Struct, frozen=True, tag="runner_status"):
 class ToolCalled(msgspec.Struct, frozen=True, tag="tool_called"):
     """The agent called a tool (as the runner reports)."""
 
+    seq: int
     call: str
     name: str
     arguments: msgspec.Raw = msgspec.Raw(b"null")
@@ -168,6 +171,7 @@ class ToolCalled(msgspec.Struct, frozen=True, tag="tool_called"):
 class ToolReturned(msgspec.Struct, frozen=True, tag="tool_returned"):
     """A tool answered (as the runner reports)."""
 
+    seq: int
     call: str
     ok: bool
     content: msgspec.Raw = msgspec.Raw(b"null")
@@ -198,8 +202,12 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     message: str = ""
     ending: Reason | None = None
     exit: Exit | None = None
-    # What the runner claimed of the session's own command.
+    # The session's own command, and what the runner claimed of its end.
+    main_run: str = ""
     claimed_code: int | None = None
+    open_runs: tuple[str, ...] = ()
+    # The last of the runner's own numbers among what is recorded.
+    runner_seq: int = 0
     waiting: bool = False
     connected: bool = False
     address: str = ""
@@ -283,10 +291,20 @@ def _note(session: Session, event: Event, now_ms: int) -> Session:
             return replace(session, connected=True, instance=instance, connected_at=first)
         case RunnerDisconnected():
             return replace(session, connected=False)
-        case CommandSent():
-            return replace(session, running_at=session.running_at or now_ms)
-        case CommandCompleted():
-            return replace(session, claimed_code=event.exit_code) if event.main else session
+        case CommandSent(run, main):
+            return replace(
+                session,
+                running_at=session.running_at or now_ms,
+                main_run=run if main else session.main_run,
+                open_runs=(*session.open_runs, run),
+            )
+        case CommandCompleted(seq, run):
+            return replace(
+                session,
+                claimed_code=event.exit_code if event.main else session.claimed_code,
+                open_runs=tuple(open_run for open_run in session.open_runs if open_run != run),
+                runner_seq=max(seq, session.runner_seq),
+            )
         case EndRequested(reason, message):
             # The first who asks is the reason: a user's stop is not turned into a time limit by a slow exit.
             return session if session.ending is not None else replace(session, ending=reason, message=message)
@@ -294,8 +312,8 @@ def _note(session: Session, event: Event, now_ms: int) -> Session:
             return replace(session, exit=exit_, connected=False) if session.exit is None else session
         case Ended(note):
             return replace(session, message=session.message or note)
-        case RunnerStatus() | ToolCalled() | ToolReturned():
-            return session
+        case RunnerStatus(seq) | ToolCalled(seq) | ToolReturned(seq):
+            return replace(session, runner_seq=max(seq, session.runner_seq))
         case _ as never:
             assert_never(never)
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import msgspec
 
@@ -28,6 +28,18 @@ _SYNC_THREADS: Final = 4
 def now_ms() -> int:
     """Return the time in milliseconds since the epoch."""
     return time.time_ns() // 1_000_000
+
+
+async def see_through(work: asyncio.Future[Any]) -> bool:
+    """Wait for `work` to end even when cancelled meanwhile; return whether that happened. Raises what `work` raised."""
+    cancelled = False
+    while not work.done():
+        try:
+            await asyncio.wait([work])
+        except asyncio.CancelledError:
+            cancelled = True
+    work.result()
+    return cancelled
 
 
 class Signal:
@@ -80,20 +92,21 @@ class Recorder:
         self._behind: dict[str, Record] = {}
         self._wake = asyncio.Event()
 
-    async def record(self, record: Record, event: Event) -> Session | NotAllowed:
+    async def record(self, record: Record, event: Event, *, patient: bool = True) -> Session | NotAllowed:
         """Store `event` and return what the session has come to, or NotAllowed when it cannot happen now.
 
-        On return the event is on disk. Raises OSError when the journal cannot be written: the event then has not happened.
+        On return the event is on disk. A journal that cannot be written (a full disk) is tried again until it can, or,
+        unless `patient`, raises OSError: the event then has not happened.
         """
         async with record.lock:
             life = advance(record.life, event, self._clock())
             if isinstance(life, NotAllowed):
                 return life
-            await self._write(record, [(event, life)])
+            await self._write(record, [(event, life)], patient)
         return life
 
     async def record_all(self, record: Record, events: Sequence[Event]) -> None:
-        """Store several events with one sync; those that cannot happen now are left out. Raises OSError."""
+        """Store several events with one sync; those that cannot happen now are left out."""
         async with record.lock:
             life, allowed = record.life, []
             for event in events:
@@ -102,7 +115,7 @@ class Recorder:
                     life = following
                     allowed.append((event, life))
             if allowed:
-                await self._write(record, allowed)
+                await self._write(record, allowed, patient=True)
 
     async def restore(self, record: Record) -> None:
         """Bring a record found in the database up to its journal."""
@@ -142,18 +155,22 @@ class Recorder:
                     break
         self._threads.shutdown()
 
-    async def _write(self, record: Record, events: Sequence[tuple[Event, Session]]) -> None:
+    async def _write(self, record: Record, events: Sequence[tuple[Event, Session]], patient: bool) -> None:
         at = self._clock()
         lines = [StoredEvent(record.number + n, at, event) for n, (event, _life) in enumerate(events, 1)]
-        writing = asyncio.get_running_loop().run_in_executor(self._threads, journal.append, record.journal, lines)
-        # Once begun, a write is seen through: a caller that is cancelled must not leave memory behind the disk.
-        cancelled = False
-        while not writing.done():
+        loop = asyncio.get_running_loop()
+        while True:
+            writing = loop.run_in_executor(self._threads, journal.append, record.journal, lines)
             try:
-                await asyncio.shield(writing)
-            except asyncio.CancelledError:
-                cancelled = True
-        writing.result()
+                # Once begun, a write is seen through: memory must not stay behind the disk.
+                cancelled = await see_through(writing)
+            except OSError as error:
+                if not patient:
+                    raise
+                log.error("session %s: its journal cannot be written, trying again: %s", record.id, error)
+                await asyncio.sleep(RETRY_S)
+            else:
+                break
         record.life, record.number = events[-1][1], lines[-1].number
         record.unstored.extend(lines)
         if cancelled:

@@ -1,0 +1,91 @@
+"""A session's logs on disk: `stdout.log` and `stderr.log` apart, capped, and an index that says what came when.
+
+The index makes one merged, timestamped view of the two without keeping the text twice: 13 bytes for each piece.
+"""
+
+import os
+import struct
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from control.docker.types import LogStream
+
+_PIECE: Final = struct.Struct(">QBI")
+_STREAMS: Final = (LogStream.STDOUT, LogStream.STDERR)
+# A program that writes single bytes would make an index thirteen times its log.
+MAX_PIECES: Final = 1_000_000
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Where a piece of output lies. `at`: milliseconds since the epoch, when control received it."""
+
+    at: int
+    stream: LogStream
+    offset: int
+    length: int
+
+
+class LogFiles:
+    """Takes a container's output (control.docker.types.LogSink). Used by one log thread at a time.
+
+    `changed` is called after each piece, from that thread.
+    """
+
+    def __init__(self, folder: Path, limit_bytes: int, clock: Callable[[], int], changed: Callable[[], None]) -> None:
+        self._limit = limit_bytes
+        self._clock = clock
+        self._changed = changed
+        self._files = {stream: _open(folder / f"{stream.value}.log") for stream in _STREAMS}
+        self._index = _open(folder / "logs.index")
+        # The marker at the cap lies beyond the limit, so the size alone tells how much came in.
+        self._taken = {stream: min(os.fstat(fd).st_size, limit_bytes) for stream, fd in self._files.items()}
+        self._pieces = os.fstat(self._index).st_size // _PIECE.size
+
+    def position(self, stream: LogStream) -> int:
+        """Return how many bytes of `stream` are kept."""
+        return self._taken[stream]
+
+    def write(self, stream: LogStream, data: bytes) -> None:
+        """Keep the next bytes of `stream`, up to the limit; then one line that says so, then nothing."""
+        room = self._limit - self._taken[stream]
+        kept = data[:room] if room > 0 else b""
+        if kept:
+            self._taken[stream] += len(kept)
+        if len(kept) < len(data):
+            if os.fstat(self._files[stream]).st_size > self._limit:
+                return
+            kept += b"\n[opificia: output beyond %d bytes is not kept]\n" % self._limit
+        view = memoryview(kept)
+        while view:
+            view = view[os.write(self._files[stream], view) :]
+        if self._pieces < MAX_PIECES:
+            self._pieces += 1
+            os.write(self._index, _PIECE.pack(self._clock(), _STREAMS.index(stream), len(kept)))
+        self._changed()
+
+    def close(self) -> None:
+        """Close the files."""
+        for fd in (*self._files.values(), self._index):
+            os.close(fd)
+
+
+def pieces(folder: Path, skip: int = 0) -> Iterator[Piece]:
+    """Return what the index of a session's folder says, in order, without the first `skip` pieces."""
+    offsets = dict.fromkeys(_STREAMS, 0)
+    try:
+        data = (folder / "logs.index").read_bytes()
+    except FileNotFoundError:
+        return
+    for number in range(len(data) // _PIECE.size):
+        at, stream_number, length = _PIECE.unpack_from(data, number * _PIECE.size)
+        stream = _STREAMS[stream_number]
+        if number >= skip:
+            yield Piece(at, stream, offsets[stream], length)
+        offsets[stream] += length
+
+
+def _open(path: Path) -> int:
+    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
