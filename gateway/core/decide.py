@@ -17,31 +17,8 @@ from gateway.contract.policy import NetworkLevel
 from gateway.core.address import IPAddress, IPNetwork, address_class, embedded_ipv4, is_loopback
 from gateway.core.authority import Authority, AuthorityError, parse_authority
 from gateway.core.clienthello import ClientHello
-from gateway.core.rules import (
-    HostRule,
-    Policy,
-    Registry,
-    RegistryList,
-    RuleError,
-    RuleErrors,
-    load_registries,
-)
+from gateway.core.rules import HostRule, Policy
 from gateway.core.verdict import Allow, Deny, DenyReason, Verdict
-
-__all__ = [
-    "HostFacts",
-    "HostRule",
-    "Policy",
-    "Registry",
-    "RegistryList",
-    "RuleError",
-    "RuleErrors",
-    "TrustedNetwork",
-    "decide_addresses",
-    "decide_hello",
-    "decide_host",
-    "load_registries",
-]
 
 # Verdicts are made once: a sandbox may ask for a million of them.
 _OPEN: Final = Allow("open")
@@ -52,29 +29,29 @@ _SERVER_NAME: Final = Allow("server_name")
 _LITERAL: Final = Allow("ip_literal")
 _ENCRYPTED: Final = Allow("encrypted_hello")
 
-_NETWORK_DISABLED: Final = Deny(DenyReason.NETWORK_DISABLED, "This session has no network access")
-_HOST_DENIED: Final = Deny(DenyReason.HOST_DENIED, "A rule of this session denies this host")
-_HOST_NOT_LISTED: Final = Deny(DenyReason.HOST_NOT_LISTED, "This host is not on the list of this session")
+_NETWORK_DISABLED: Final = Deny(DenyReason.NETWORK_DISABLED, "this session has no network access")
+_HOST_DENIED: Final = Deny(DenyReason.HOST_DENIED, "a rule of this session denies this host")
+_HOST_NOT_LISTED: Final = Deny(DenyReason.HOST_NOT_LISTED, "this host is not on the list of this session")
 _LITERAL_NOT_LISTED: Final = Deny(
-    DenyReason.HOST_NOT_LISTED, "This session may reach listed hosts by name, not by IP address"
+    DenyReason.HOST_NOT_LISTED, "this session may reach listed hosts by name, not by IP address"
 )
 _PORT_NOT_LISTED: Final = Deny(
-    DenyReason.PORT_NOT_LISTED, "This host is on the list of this session, but not with this port"
+    DenyReason.PORT_NOT_LISTED, "this host is on the list of this session, but not with this port"
 )
-_NO_ADDRESS: Final = Deny(DenyReason.NAME_NOT_FOUND, "The host name has no address")
-_OWN_ADDRESS: Final = Deny(DenyReason.ADDRESS_NOT_PUBLIC, "The host leads to the machine that the sandbox runs on")
+_NO_ADDRESS: Final = Deny(DenyReason.NAME_NOT_FOUND, "the host name has no address")
+_OWN_ADDRESS: Final = Deny(DenyReason.ADDRESS_NOT_PUBLIC, "the host leads to the machine that the sandbox runs on")
 _NOT_PUBLIC: Final = Deny(
-    DenyReason.ADDRESS_NOT_PUBLIC, "The host leads to an address that is not on the public internet"
+    DenyReason.ADDRESS_NOT_PUBLIC, "the host leads to an address that is not on the public internet"
 )
-_NETWORK_DENIED: Final = Deny(DenyReason.ADDRESS_DENIED, "The host leads to a network that the operator denies")
+_NETWORK_DENIED: Final = Deny(DenyReason.ADDRESS_DENIED, "the host leads to a network that the operator denies")
 _ADDRESS_DENIED: Final = Deny(
-    DenyReason.ADDRESS_DENIED, "The host leads to an address that a rule of this session denies"
+    DenyReason.ADDRESS_DENIED, "the host leads to an address that a rule of this session denies"
 )
 _ENCRYPTED_HELLO: Final = Deny(
-    DenyReason.ENCRYPTED_HELLO, "The ClientHello is encrypted, so the host it asks for cannot be checked"
+    DenyReason.ENCRYPTED_HELLO, "the ClientHello is encrypted, so the host it asks for cannot be checked"
 )
-_SNI_MISSING: Final = Deny(DenyReason.SNI_MISSING, "The TLS client names no server; it must name the CONNECT host")
-_SNI_MISMATCH: Final = Deny(DenyReason.SNI_MISMATCH, "The TLS client names another server than the CONNECT host")
+_SNI_MISSING: Final = Deny(DenyReason.SNI_MISSING, "the TLS client names no server; it must name the CONNECT host")
+_SNI_MISMATCH: Final = Deny(DenyReason.SNI_MISMATCH, "the TLS client names another server than the CONNECT host")
 
 
 @dataclass(frozen=True, slots=True)

@@ -67,7 +67,7 @@ class Head:
         for key, value in self.headers:
             if key == name:
                 if found is not None and found != value:
-                    _malformed(f"Header {name.decode('latin-1')} is given twice with different values")
+                    _malformed(f"header {name.decode('latin-1')} is given twice with different values")
                 found = value
         return found
 
@@ -108,7 +108,7 @@ def parse_head(data: bytes | bytearray, max_bytes: int = MAX_HEAD_BYTES) -> Head
     if end < 0:
         _refuse_early(data[:max_bytes])
         if len(data) >= max_bytes:
-            raise HeadError(431, DenyReason.HEAD_TOO_LARGE, f"The request head is larger than {max_bytes} bytes")
+            raise HeadError(431, DenyReason.HEAD_TOO_LARGE, f"the request head is larger than {max_bytes} bytes")
         return INCOMPLETE
     size = end + 4
     match = _match_head(data, 0, size)
@@ -117,7 +117,7 @@ def parse_head(data: bytes | bytearray, max_bytes: int = MAX_HEAD_BYTES) -> Head
     method, target, minor, block = match.groups()
     headers = tuple([(name.lower(), value.rstrip(b" \t")) for name, value in _find_fields(block)])
     if len(headers) > MAX_HEADERS:
-        raise HeadError(431, DenyReason.HEAD_TOO_LARGE, f"The request has more than {MAX_HEADERS} header lines")
+        raise HeadError(431, DenyReason.HEAD_TOO_LARGE, f"the request has more than {MAX_HEADERS} header lines")
     return Head(method, target, 1 if minor == b"1" else 0, headers, size)
 
 
@@ -143,7 +143,7 @@ def body_framing(head: Head) -> BodyFraming:
     if not lengths:
         return NoBody()
     if len(lengths) > 1:
-        _malformed("More than one Content-Length")
+        _malformed("more than one Content-Length")
     if _match_length(lengths[0]) is None:
         _malformed("Content-Length is not a plain number")
     return ContentLength(int(lengths[0]))
@@ -161,7 +161,7 @@ def _refuse_early(data: bytes | bytearray) -> None:
         _diagnose(bytes(data))
     # Every newline ends a CRLF. (A lone CR at the end may still get its newline.)
     if data.count(b"\n") != data.count(b"\r\n"):
-        _malformed("A line ends in a bare newline; HTTP lines end in CRLF")
+        _malformed("a line ends in a bare newline; HTTP lines end in CRLF")
     line_end = data.find(b"\r\n")
     if line_end >= 0 and _match_line(data, 0, line_end + 2) is None:
         _diagnose(bytes(data[: line_end + 2]))
@@ -175,18 +175,18 @@ def _diagnose(data: bytes) -> NoReturn:
     if first in _SOCKS_VERSIONS:
         _malformed("SOCKS arrived on an HTTP proxy port; use an http:// proxy address")
     if _match_method(data) is None:
-        _malformed("The request does not start with a method")
+        _malformed("the request does not start with a method")
     line, newline, rest = data.partition(b"\r\n")
     if _match_line(line + newline) is None:
         if _match_version(line + newline):
-            _malformed("Only HTTP/1.0 and HTTP/1.1 are spoken here")
-        _malformed("The request line is not `METHOD target HTTP/1.1`")
+            _malformed("only HTTP/1.0 and HTTP/1.1 are spoken here")
+        _malformed("the request line is not `METHOD target HTTP/1.1`")
     for field in rest.split(b"\r\n"):
         if field.startswith((b" ", b"\t")):
-            _malformed("A header line is folded (RFC 9112 §5.2)")
+            _malformed("a header line is folded (RFC 9112 §5.2)")
         name, colon, value = field.partition(b":")
         if field and (not colon or not name or re.fullmatch(rb"%b+" % _TOKEN, name) is None):
-            _malformed("A header name is not a token followed by a colon")
+            _malformed("a header name is not a token followed by a colon")
         if re.fullmatch(rb"[\t\x20-\x7e\x80-\xff]*", value) is None:
-            _malformed("A header value holds a control character")
-    _malformed("The request head is malformed")
+            _malformed("a header value holds a control character")
+    _malformed("the request head is malformed")
