@@ -4,7 +4,7 @@ Each line of the body that closes something says what. Nothing here is taken fro
 could differ from one site to the next: defaults have changed between releases, this file has not.
 """
 
-import re
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -30,6 +30,10 @@ RUNNER_PATH: Final = "/opificia/runner.pyz"
 CA_PATH: Final = "/opificia/ca.crt"
 IN_PATH: Final = "/in"
 OUT_PATH: Final = "/out"
+
+# The resolver of a sandbox: nothing listens there. Docker's embedded DNS otherwise forwards any name to the host's
+# resolver, from the host's side, past every rule on the bridge (CVE-2024-29018).
+NO_RESOLVER: Final = "127.0.0.1"
 
 # What runc masks by default differs between engines; this is the union up to Docker 28. Missing paths are skipped.
 MASKED_PATHS: Final = (
@@ -89,23 +93,22 @@ class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
                 f"work_bytes, tmp_bytes, home_bytes: together {scratch} bytes, must lie below memory_bytes "
                 f"({self.memory_bytes})"
             )
-        for name in ("work_bytes", "tmp_bytes", "home_bytes"):
-            if getattr(self, name) < MIB:
-                found.append(f"{name}: at least 1 MiB")
+        sizes = ("work_bytes", "tmp_bytes", "home_bytes")
+        found += [f"{name}: at least 1 MiB" for name in sizes if getattr(self, name) < MIB]
         if self.cpus <= 0:
             found.append("cpus: must be above 0")
         if self.pids < 16:
             found.append("pids: at least 16")
         if self.open_files < 64:
             found.append("open_files: at least 64")
-        for name in ("uid", "gid"):
-            if not 1_000 <= getattr(self, name) < 65_534:
-                found.append(f"{name}: must be an ordinary id (1000 to 65533), never root or nobody")
-        found += [f"in_roots: {root!r} is not an absolute path" for root in self.in_roots if not root.startswith("/")]
-        for name in ("ca_bundle", "seccomp_profile"):
-            value = getattr(self, name)
-            if value and not value.startswith("/"):
-                found.append(f"{name}: {value!r} is not an absolute path")
+        found += [
+            f"{name}: must be an ordinary id (1000 to 65533), never root or nobody"
+            for name in ("uid", "gid")
+            if not 1_000 <= getattr(self, name) < 65_534
+        ]
+        paths = [("in_roots", root) for root in self.in_roots]
+        paths += [(name, value) for name in ("ca_bundle", "seccomp_profile") if (value := getattr(self, name))]
+        found += [f"{name}: {path!r} is not an absolute path" for name, path in paths if not path.startswith("/")]
         return found
 
 
@@ -162,3 +165,169 @@ class ContainerPlan:
 
     name: str
     body: Mapping[str, Any]
+
+
+def default_seccomp_profile() -> str:
+    """Return our own profile as compact JSON; it stands in the repository so that it does not depend on the engine."""
+    text = (resources.files("control.docker") / "seccomp.json").read_text(encoding="utf-8")
+    return json.dumps(json.loads(text), separators=(",", ":"))
+
+
+def sandbox_container(
+    plan: SandboxPlan,
+    settings: SandboxSettings,
+    network: NetworkSettings,
+    limits: ControlLimits,
+    host_id: str,
+    seccomp_profile: str,
+) -> ContainerPlan:
+    """Return the create call of a sandbox. `seccomp_profile` is the profile itself, as JSON."""
+    body: dict[str, Any] = {
+        "Image": plan.image,
+        "Hostname": "sandbox",
+        # By number: an image's own /etc/passwd must not decide who `node` is.
+        "User": f"{settings.uid}:{settings.gid}",
+        "WorkingDir": "/work",
+        "Env": [f"{name}={value}" for name, value in sorted(plan.environment.items())],
+        "Labels": {
+            LABEL_HOST: host_id,
+            LABEL_ROLE: ROLE_SANDBOX,
+            LABEL_SESSION: plan.session,
+            LABEL_RUN: plan.run,
+            LABEL_POLICY: plan.policy_digest,
+        },
+        # An image's health check would run beside the agent, unseen.
+        "Healthcheck": {"Test": ["NONE"]},
+        "Tty": False,
+        "OpenStdin": False,
+        "StopSignal": "SIGTERM",
+        "HostConfig": _host_config(plan, settings, network, limits, seccomp_profile),
+        **membership(network, plan.address),
+    }
+    if plan.runner is not None:
+        # -I: neither PYTHON* variables nor a folder the agent can write to may change what the runner is.
+        body |= {"Entrypoint": ["python3", "-I", RUNNER_PATH], "Cmd": []}
+    return ContainerPlan(name=f"opificia-{plan.session}", body=body)
+
+
+def membership(network: NetworkSettings, address: IPv4Address) -> dict[str, Any]:
+    """Return the part of a create call that makes the container a member of the sandbox network, at `address`.
+
+    The hardware address follows from the IPv4 address, so that bridge rules know a member's frames of any kind.
+    """
+    hardware = hardware_address(address)
+    return {
+        "NetworkingConfig": {
+            "EndpointsConfig": {
+                network.name: {"IPAMConfig": {"IPv4Address": str(address)}, "MacAddress": hardware},
+            },
+        },
+        # Engines before API 1.44 read it here.
+        "MacAddress": hardware,
+    }
+
+
+def hardware_address(address: IPv4Address) -> str:
+    """Return the locally administered MAC address of a member: 02:42 and the four bytes of its IPv4 address."""
+    return ":".join(f"{byte:02x}" for byte in (0x02, 0x42, *address.packed))
+
+
+def log_config(max_bytes: int) -> dict[str, Any]:
+    """Return a log configuration whose files together stay below twice `max_bytes`."""
+    return {"Type": "json-file", "Config": {"max-size": str(max_bytes), "max-file": "2"}}
+
+
+def _host_config(
+    plan: SandboxPlan,
+    settings: SandboxSettings,
+    network: NetworkSettings,
+    limits: ControlLimits,
+    seccomp_profile: str,
+) -> dict[str, Any]:
+    memory = plan.memory_bytes or settings.memory_bytes
+    return {
+        "AutoRemove": False,  # its exit and its last output are read after it has ended
+        "RestartPolicy": {"Name": "no"},
+        "Init": True,
+        "Runtime": plan.runtime or settings.runtime,
+        # Privileges
+        "Privileged": False,
+        "CapDrop": ["ALL"],
+        "SecurityOpt": ["no-new-privileges:true", f"seccomp={seccomp_profile}"],
+        "ReadonlyRootfs": True,
+        "MaskedPaths": list(MASKED_PATHS),
+        "ReadonlyPaths": list(READONLY_PATHS),
+        "Devices": [],
+        # Namespaces of its own
+        "CgroupnsMode": "private",
+        "IpcMode": "private",
+        "PidMode": "",
+        "UTSMode": "",
+        # Resources
+        "Memory": memory,
+        "MemorySwap": memory,  # equal: no swap. Left out, it would be twice the memory
+        "NanoCpus": round((plan.cpus or settings.cpus) * 1e9),
+        "PidsLimit": plan.pids or settings.pids,
+        "OomScoreAdj": 500,  # when the host itself runs short, a sandbox dies before a daemon does
+        "ShmSize": 64 * MIB,
+        "Ulimits": [
+            {"Name": "core", "Soft": 0, "Hard": 0},
+            {"Name": "nofile", "Soft": settings.open_files, "Hard": settings.open_files},
+        ],
+        "LogConfig": log_config(limits.log_bytes),
+        # Files
+        "Mounts": _mounts(plan, settings),
+        "Tmpfs": _tmpfs(settings),
+        # Network
+        "NetworkMode": network.name,
+        "Dns": [NO_RESOLVER],
+        "DnsOptions": ["timeout:1", "attempts:1"],
+        "DnsSearch": ["."],  # the host's search domain is nobody's business
+        "ExtraHosts": [f"{network.gateway_name}:{network.forwarder}"],
+        "Sysctls": {"net.ipv6.conf.all.disable_ipv6": "1", "net.ipv6.conf.default.disable_ipv6": "1"},
+        "PublishAllPorts": False,
+    }
+
+
+def _mounts(plan: SandboxPlan, settings: SandboxSettings) -> list[dict[str, Any]]:
+    # Mounts, never Binds: a bind whose source is missing would be made, as root's folder.
+    mounts = [
+        _read_only(plan.in_dir, IN_PATH),
+        {"Type": "volume", "Source": plan.out_volume, "Target": OUT_PATH, "VolumeOptions": {"NoCopy": True}},
+    ]
+    if plan.runner is not None:
+        mounts.append(_read_only(plan.runner, RUNNER_PATH))
+    if settings.ca_bundle:
+        mounts.append(_read_only(settings.ca_bundle, CA_PATH))
+    taken = {IN_PATH, OUT_PATH, *_tmpfs(settings)}
+    # A volume that an image declares would be a folder on the host's disk, writable and without any limit.
+    mounts += [
+        {"Type": "tmpfs", "Target": path, "TmpfsOptions": {"SizeBytes": settings.tmp_bytes, "Mode": 0o1777}}
+        for path in plan.image_volumes
+        if path.rstrip("/") not in taken
+    ]
+    return mounts
+
+
+def _read_only(source: str, target: str) -> dict[str, Any]:
+    return {
+        "Type": "bind",
+        "Source": source,
+        "Target": target,
+        "ReadOnly": True,
+        # Read-only holds for the mount itself; what is mounted below it would stay writable, so it stays out.
+        "BindOptions": {"NonRecursive": True, "Propagation": "rprivate"},
+    }
+
+
+def _tmpfs(settings: SandboxSettings) -> dict[str, str]:
+    # Sizes, because half of the host's memory is the default; exec where agents build and install.
+    def options(size: int, mode: str, *flags: str) -> str:
+        return ",".join(("rw", "nosuid", "nodev", *flags, f"size={size}", f"mode={mode}"))
+
+    owner = f"uid={settings.uid},gid={settings.gid}"
+    return {
+        "/home/node": f"{options(settings.home_bytes, '0700', 'exec')},{owner}",
+        "/tmp": options(settings.tmp_bytes, "1777", "noexec"),  # noqa: S108 - the sandbox's own
+        "/work": f"{options(settings.work_bytes, '0755', 'exec')},{owner}",
+    }

@@ -1,0 +1,58 @@
+#!/bin/sh
+# Files as file systems: /out of a session is an ext4 of fixed size in a file, so that a full one is the session's
+# ENOSPC and not the host's. Runs in the volumes helper, which has loop devices and no capability.
+#
+#   opificia-volumes create NAME BYTES INODES UID GID    make the file system (not if it is there) and attach it
+#   opificia-volumes attach NAME                         attach it again, as after a reboot
+#   opificia-volumes remove NAME                         detach and delete it
+#
+# The device's stable name is /dev/opificia/NAME. Docker mounts by that name: loop numbers are given anew after a
+# reboot, and a stale number would be another session's files. create and attach print it.
+set -eu
+umask 077
+
+image=/volumes/$2.ext4
+link=/dev/opificia/$2
+
+attached() {
+    losetup --noheadings --output NAME --associated "$image" | head -n 1
+}
+
+attach() {
+    device=$(attached)
+    if [ -z "$device" ]; then
+        # Another attach may take the device between look-up and use; losetup then says busy.
+        device=$(losetup --find --show "$image" || losetup --find --show "$image" || losetup --find --show "$image")
+    fi
+    mkdir -p /dev/opificia
+    ln -sfn "$device" "$link"
+    echo "$link"
+}
+
+remove() {
+    rm -f "$link"
+    device=$(attached)
+    [ -z "$device" ] || losetup --detach "$device"
+    rm -f "$image" "$image.new"
+}
+
+case $1 in
+create)
+    if ! [ -e "$image" ]; then
+        truncate --size "$3" "$image.new"
+        # A journal of 4 MiB keeps results through a crash of the host; nothing is reserved for root.
+        mkfs.ext4 -q -F -m 0 -N "$4" -J size=4 -E "root_owner=$5:$6,lazy_itable_init=1,lazy_journal_init=1,nodiscard" \
+            "$image.new"
+        # lost+found belongs to root and would be listed among the session's results.
+        debugfs -w -R "rmdir lost+found" "$image.new" 2>/dev/null
+        mv "$image.new" "$image"
+    fi
+    attach
+    ;;
+attach) attach ;;
+remove) remove ;;
+*)
+    echo "opificia-volumes: no such action: $1" >&2
+    exit 64
+    ;;
+esac
