@@ -94,6 +94,8 @@ class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
     """What the operator allows at most: sizes, the time limit, folders that may be mounted, runtimes beside the default."""
 
     memory_bytes: int
+    # Above what /work, /tmp and /home/node may take together: they are charged to the sandbox's memory.
+    min_memory_bytes: int
     cpus: float
     pids: int
     session_time_ms: int
@@ -181,8 +183,9 @@ def _network_problems(spec: SandboxSpec) -> list[str]:
 def _resource_problems(spec: SandboxSpec, bounds: Bounds) -> list[str]:
     problems = []
     wanted = spec.resources
-    if wanted.memory_bytes and not MIN_MEMORY_BYTES <= wanted.memory_bytes <= bounds.memory_bytes:
-        problems.append(f"resources.memory_bytes: must be between {MIN_MEMORY_BYTES} and {bounds.memory_bytes}")
+    least = max(MIN_MEMORY_BYTES, bounds.min_memory_bytes)
+    if wanted.memory_bytes and not least <= wanted.memory_bytes <= bounds.memory_bytes:
+        problems.append(f"resources.memory_bytes: must be between {least} and {bounds.memory_bytes}")
     if wanted.cpus and not 0.01 <= wanted.cpus <= bounds.cpus:
         problems.append(f"resources.cpus: must be between 0.01 and {bounds.cpus:g}")
     if wanted.pids and not MIN_PIDS <= wanted.pids <= bounds.pids:

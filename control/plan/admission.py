@@ -70,6 +70,10 @@ class Admission:
             started.append(session)
         return started
 
+    def put_back(self, session: str) -> None:
+        """Put a session that was admitted but cannot start yet at the head of the queue again."""
+        self._waiting = {session: self._admitted.pop(session), **self._waiting}
+
     def leave(self, session: str) -> None:
         """Forget a session: it waits no longer, or its container is gone."""
         self._waiting.pop(session, None)

@@ -1,6 +1,9 @@
 """Grants from specs, and what earlier epochs of the gateway have used. Pure."""
 
+import hashlib
 from collections.abc import Mapping
+
+import msgspec
 
 from control.spec import SandboxSpec
 from gateway.contract.policy import Grant, Usage
@@ -20,6 +23,19 @@ def grant_for(spec: SandboxSpec, session: str, token_sha256: str, address: str, 
         address=address,
         used=used,
     )
+
+
+def policy_digest(spec: SandboxSpec) -> str:
+    """Return what tells two policies apart, for the container's label: the same policy has the same digest."""
+    policy = (
+        spec.network,
+        sorted(spec.allow),
+        sorted(spec.deny),
+        spec.egress_budget,
+        spec.model_budget,
+        sorted(spec.models),
+    )
+    return hashlib.sha256(msgspec.json.encode(policy)).hexdigest()[:16]
 
 
 def total(epochs: Mapping[str, Usage]) -> Usage:

@@ -306,8 +306,11 @@ def _note(session: Session, event: Event, now_ms: int) -> Session:
                 runner_seq=max(seq, session.runner_seq),
             )
         case EndRequested(reason, message):
-            # The first who asks is the reason: a user's stop is not turned into a time limit by a slow exit.
-            return session if session.ending is not None else replace(session, ending=reason, message=message)
+            # The first who asks is the reason: a user's stop is not turned into a time limit by a slow exit, nor an
+            # exit into a stop that came too late.
+            if session.ending is not None or session.exit is not None:
+                return session
+            return replace(session, ending=reason, message=message)
         case ContainerExited(exit_):
             return replace(session, exit=exit_, connected=False) if session.exit is None else session
         case Ended(note):

@@ -69,7 +69,9 @@ class Record:
         self.life: Session = stored.life
         self.number = stored.last_event
         self.unstored: list[StoredEvent] = []
+        # An event was recorded; output was kept.
         self.changed: Final = Signal()
+        self.logged: Final = Signal()
         self.lock: Final = asyncio.Lock()
 
     @property
@@ -130,6 +132,10 @@ class Recorder:
                 record.life, record.number = life, stored.number
                 record.unstored.append(stored)
             await self._flush(record)
+
+    def is_stored(self, record: Record) -> bool:
+        """Tell whether the database knows all of a session's events."""
+        return not record.unstored
 
     def behind(self) -> int:
         """Return for how many sessions the database has yet to catch up."""

@@ -1,0 +1,190 @@
+"""control.toml as frozen structs; every problem is reported at once, with key and line."""
+
+from pathlib import Path
+from typing import Final
+
+import msgspec
+
+from control.plan.admission import Capacity
+from control.plan.container import DockerSettings, ImageSettings, SandboxSettings
+from control.plan.network import NetworkSettings
+from control.spec import Bounds
+from gateway.contract.limits import GIB, ControlLimits
+from gateway.runtime.addresses import AddressError, UnixAddress, parse_address
+from gateway.runtime.settings import load
+
+DEFAULT_PATH: Final = Path("/etc/opificia/control.toml")
+# Kept for the host itself and the daemons when the operator does not say how much sandboxes may take.
+RESERVED_MEMORY_BYTES: Final = 2 * GIB
+# CPU shares can be overbooked, memory cannot: agents wait for models and networks most of the time.
+CPU_OVERBOOKING: Final = 4
+
+
+class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of settings that checks itself: one ValueError, a line for each problem."""
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return every problem as `setting: sentence`."""
+        return []
+
+
+def _address_problem(name: str, text: str, *, unix_only: bool = False) -> list[str]:
+    try:
+        address = parse_address(text)
+    except AddressError as error:
+        return [f"{name}: {error}"]
+    if unix_only and not isinstance(address, UnixAddress):
+        return [f"{name}: {text!r} must be a unix socket, unix:/path: whoever can connect is trusted"]
+    return []
+
+
+class StoreSettings(_Strict, frozen=True):
+    """`[store]`: the database."""
+
+    url: str = "sqlite:////var/lib/opificia/control.db"
+
+    def problems(self) -> list[str]:
+        if not self.url.startswith(("sqlite:///", "postgresql://")):
+            return ["url: must begin with sqlite:/// or postgresql://"]
+        return []
+
+
+class PathSettings(_Strict, frozen=True):
+    """`[paths]`: where sessions' folders lie, where the gateway writes egress logs, the folder with the gateway's door."""
+
+    data: str = "/var/lib/opificia"
+    egress_logs: str = "/var/log/opificia/egress"
+    door: str = "/run/opificia/door"
+
+    def problems(self) -> list[str]:
+        return [
+            f"{name}: {getattr(self, name)!r} is not an absolute path"
+            for name in self.__struct_fields__
+            if not getattr(self, name).startswith("/")
+        ]
+
+
+class ListenSettings(_Strict, frozen=True):
+    """`[listen]`: the API, and the socket to which the gateway hands runners. `tcp` needs a file with a bearer token."""
+
+    api: str = "unix:/run/opificia/api/control.sock"
+    runner: str = "unix:/run/opificia/runner/control.sock"
+    tcp: str = ""
+    token_file: str = ""
+
+    def problems(self) -> list[str]:
+        problems = [
+            *_address_problem("api", self.api, unix_only=True),
+            *_address_problem("runner", self.runner, unix_only=True),
+        ]
+        if self.tcp:
+            problems += _address_problem("tcp", self.tcp)
+            if not self.token_file:
+                problems.append("token_file: is needed when tcp is set, or anyone who can connect could start containers")
+        return problems
+
+
+class GatewaySettings(_Strict, frozen=True):
+    """`[gateway]`: the contract socket."""
+
+    contract: str = "unix:/run/opificia/contract/gateway.sock"
+
+    def problems(self) -> list[str]:
+        return _address_problem("contract", self.contract, unix_only=True)
+
+
+class AdmissionSettings(_Strict, frozen=True):
+    """`[admission]`: what all sandboxes together may take; 0: derived from the host (see `capacity`)."""
+
+    memory_bytes: int = 0
+    cpus: float = 0
+
+    def problems(self) -> list[str]:
+        return [f"{name}: must not be negative" for name in self.__struct_fields__ if getattr(self, name) < 0]
+
+
+class _Sandbox(SandboxSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+
+class _Network(NetworkSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+
+class _Docker(DockerSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+
+class _Limits(ControlLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    def __post_init__(self) -> None:
+        negative = [name for name in self.__struct_fields__ if getattr(self, name) < 0]
+        zero = [name for name in self.__struct_fields__ if getattr(self, name) == 0 and name != "max_running"]
+        problems = [f"{name}: must not be negative" for name in negative]
+        problems += [f"{name}: must be above 0" for name in zero]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+class ControlConfig(_Strict, frozen=True):
+    """control.toml."""
+
+    store: StoreSettings = StoreSettings()
+    paths: PathSettings = PathSettings()
+    docker: _Docker = _Docker()
+    network: _Network = _Network()
+    images: ImageSettings = ImageSettings()
+    listen: ListenSettings = ListenSettings()
+    gateway: GatewaySettings = GatewaySettings()
+    sandbox: _Sandbox = _Sandbox()
+    admission: AdmissionSettings = AdmissionSettings()
+    limits: _Limits = _Limits()
+
+    def capacity(self, host_memory_bytes: int, host_cpus: int) -> Capacity:
+        """Return what all sandboxes together may take on a host of this size."""
+        memory = self.admission.memory_bytes or max(host_memory_bytes - RESERVED_MEMORY_BYTES, host_memory_bytes // 2)
+        return Capacity(
+            memory_bytes=memory,
+            cpus=self.admission.cpus or host_cpus * CPU_OVERBOOKING,
+            sessions=self.limits.max_running,
+            waiting=self.limits.max_waiting,
+        )
+
+    def bounds(self, capacity: Capacity) -> Bounds:
+        """Return what one session may ask for at most."""
+        scratch = self.sandbox.work_bytes + self.sandbox.tmp_bytes + self.sandbox.home_bytes
+        return Bounds(
+            memory_bytes=max(capacity.memory_bytes, self.sandbox.memory_bytes),
+            min_memory_bytes=scratch + 1,
+            cpus=max(capacity.cpus, self.sandbox.cpus),
+            pids=self.sandbox.pids,
+            session_time_ms=self.limits.session_time_ms,
+            in_roots=self.sandbox.in_roots,
+            runtimes=self.sandbox.runtimes,
+        )
+
+    @property
+    def data(self) -> Path:
+        """The folder that holds everything control keeps."""
+        return Path(self.paths.data)
+
+
+def unix_path(text: str) -> UnixAddress:
+    """Return a checked `unix:` setting as an address."""
+    address = parse_address(text)
+    assert isinstance(address, UnixAddress)
+    return address
+
+
+def load_config(path: Path) -> ControlConfig:
+    """Read control.toml. Raises SettingsError with every problem."""
+    return load(path, ControlConfig)

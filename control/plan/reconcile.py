@@ -1,0 +1,91 @@
+"""What to do about sessions and containers found at a start: database, journal and engine brought together. Pure."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from control.plan.session import Session, SessionState
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """A container of this installation, as the engine shows it. `ran`: it was started once."""
+
+    id: str
+    session: str
+    ran: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Requeue:
+    """The session waited for room: it waits again."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class Adopt:
+    """The session's container was started: follow it to its end, or take down what has ended meanwhile."""
+
+    session: str
+    container: str
+
+
+@dataclass(frozen=True, slots=True)
+class Fail:
+    """The session was being launched, or its container is gone: it cannot be taken up again."""
+
+    session: str
+    vanished: bool
+
+
+@dataclass(frozen=True, slots=True)
+class CleanUp:
+    """The session has ended, but its container, volume or address may be left."""
+
+    session: str
+
+
+@dataclass(frozen=True, slots=True)
+class RemoveStray:
+    """A container of ours that no live session knows: keep its logs, then remove it."""
+
+    container: str
+    session: str
+
+
+Action = Requeue | Adopt | Fail | CleanUp | RemoveStray
+
+
+def reconcile(sessions: Mapping[str, Session], containers: Iterable[Found]) -> list[Action]:
+    """Return what to do, sessions in the order given (which is the order of the queue), then stray containers.
+
+    `sessions` are those that are not cleaned up.
+    """
+    found = {container.id: container for container in containers}
+    by_session = {container.session: container for container in found.values()}
+    actions: list[Action] = []
+    claimed: set[str] = set()
+    for name, life in sessions.items():
+        if life.state.final:
+            actions.append(CleanUp(name))
+            continue
+        if life.state is SessionState.CREATED:
+            if life.waiting:
+                actions.append(Requeue(name))
+            continue
+        # A container that was made in the moment of the crash is not in the record yet; its label tells.
+        container = found.get(life.container) or by_session.get(name)
+        if container is None:
+            actions.append(Fail(name, vanished=bool(life.container)))
+        elif not container.ran:
+            # The token is known to nobody any more, so it cannot be started.
+            actions.append(Fail(name, vanished=False))
+            actions.append(RemoveStray(container.id, name))
+            claimed.add(container.id)
+        else:
+            actions.append(Adopt(name, container.id))
+            claimed.add(container.id)
+    strays = [container for container in found.values() if container.id not in claimed]
+    ended = {name for name, life in sessions.items() if life.state.final}
+    actions += [RemoveStray(each.id, each.session) for each in strays if each.session not in ended]
+    return actions

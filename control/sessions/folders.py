@@ -1,0 +1,95 @@
+"""A session's folder on the host: what was given to it, its logs, its results. All calls block: use a thread."""
+
+import os
+import shutil
+import stat
+import tarfile
+from pathlib import Path
+from typing import Final
+
+# Entries of an uploaded archive; as many as /out may hold.
+MAX_IN_ENTRIES: Final = 100_000
+
+
+class InputError(Exception):
+    """What the caller gave cannot be used; the message says why."""
+
+
+def make(folder: Path) -> None:
+    """Make a session's folder with an empty `in`."""
+    folder.mkdir(mode=0o750, parents=True, exist_ok=True)
+    # The sandbox's user is another one and must be able to read it; the folder above keeps the host's users out.
+    inside = folder / "in"
+    inside.mkdir(exist_ok=True)
+    inside.chmod(0o755)
+
+
+def unpack_input(folder: Path, archive: Path, limit_bytes: int) -> None:
+    """Unpack an uploaded tar into `in`. Raises InputError; nothing is left of it then.
+
+    The archive is the caller's: the `data` filter (PEP 706) keeps links, devices and names inside the folder.
+    """
+    target = folder / "in"
+    try:
+        with tarfile.open(archive, "r:*") as tar:
+            total = 0
+            for count, member in enumerate(tar, 1):
+                total += member.size
+                if total > limit_bytes or count > MAX_IN_ENTRIES:
+                    raise InputError(f"the input is larger than {limit_bytes} bytes or {MAX_IN_ENTRIES} files")
+                safe = tarfile.data_filter(member, str(target))
+                # Readable for the sandbox's user, whoever packed it.
+                extra = 0o555 if member.isdir() or (member.mode & 0o100) else 0o444
+                tar.extract(safe.replace(mode=(safe.mode or 0) | extra | 0o200, deep=False), target, filter="fully_trusted")
+    except InputError:
+        _empty(target)
+        raise
+    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
+        _empty(target)
+        raise InputError(f"the input is not a tar archive that can be unpacked: {error}") from error
+
+
+def _empty(folder: Path) -> None:
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(exist_ok=True)
+    folder.chmod(0o755)
+
+
+def check_in_dir(path: str, roots: tuple[str, ...]) -> str:
+    """Return the folder to mount for an `in_dir`, walked without following a link below its root. Raises InputError.
+
+    A link would lead the mount out of the operator's roots; a socket in the folder would be a way into its owner.
+    """
+    root = next((each for each in roots if Path(path).is_relative_to(each)), None)
+    if root is None:
+        raise InputError("in_dir is not under one of the operator's sandbox.in_roots")
+    try:
+        fd = os.open(root, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for part in Path(path).relative_to(root).parts:
+                below = os.open(part, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=fd)
+                os.close(fd)
+                fd = below
+            real = str(Path(f"/proc/self/fd/{fd}").readlink())
+            _refuse_sockets(real)
+        finally:
+            os.close(fd)
+    except OSError as error:
+        raise InputError(f"in_dir cannot be opened without following a link: {error.strerror}") from error
+    return real
+
+
+def _refuse_sockets(folder: str) -> None:
+    count = 0
+    for directory, _folders, files in os.walk(folder):
+        for name in files:
+            count += 1
+            if count > MAX_IN_ENTRIES:
+                raise InputError(f"in_dir holds more than {MAX_IN_ENTRIES} files")
+            if stat.S_ISSOCK(Path(directory, name).lstat().st_mode):
+                raise InputError("in_dir holds a socket, through which a sandbox would reach whoever listens there")
+
+
+def remove(folder: Path) -> None:
+    """Remove a session's folder with all that is in it."""
+    shutil.rmtree(folder, ignore_errors=True)

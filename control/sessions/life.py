@@ -1,0 +1,387 @@
+"""The life of one session from admission to its end: one task, which drives the container and the runner.
+
+Every step is recorded before it is taken. Whoever ends the session does so by `end`: the reason is recorded, the step
+under way is cancelled, and what exists is taken down in order: container stopped, grant revoked, logs and results kept,
+final state recorded. Container, volume and address are then the manager's to take away.
+"""
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from control.docker.types import ContainerExit, EngineError, NotFoundError, OutLimits
+from control.link import GatewayLink, GatewayUnavailableError, GrantRefusedError
+from control.plan.container import ContainerPlan, SandboxPlan, SandboxSettings, sandbox_environment
+from control.plan.grants import grant_for, policy_digest
+from control.plan.network import NetworkSettings
+from control.plan.session import (
+    ContainerCreated,
+    ContainerExited,
+    Ended,
+    EndRequested,
+    Exit,
+    NotAllowed,
+    Reason,
+)
+from control.runner.channel import Channel, NotAllowedError
+from control.runner.messages import Run
+from control.sessions import folders
+from control.sessions.engine import Engine
+from control.sessions.logs import LogFiles
+from control.sessions.record import Record, Recorder, now_ms, see_through
+from gateway.contract.limits import ControlLimits
+from gateway.contract.policy import Usage
+
+log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+MAIN_RUN: Final = "main"
+# The gateway answers within milliseconds; longer than its restart takes, and a launch that waits is not lost yet.
+GRANT_TIMEOUT_S: Final = 15.0
+# A runner that was told to shut down has nothing left to do.
+SHUTDOWN_GRACE_S: Final = 10.0
+RETRY_S: Final = 2.0
+# After the container's end its output is complete within moments, unless the engine hangs.
+LOGS_TIMEOUT_S: Final = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """What every session's life needs of the daemon."""
+
+    recorder: Recorder
+    engine: Engine
+    link: GatewayLink
+    limits: ControlLimits
+    sandbox: SandboxSettings
+    network: NetworkSettings
+    runner_path: Path
+    container_plan: Callable[[SandboxPlan], ContainerPlan]
+    # Problems of the host for which nothing may start, empty when it is ready.
+    host_problems: Callable[[], Awaitable[list[str]]]
+
+
+class EndError(Exception):
+    """The session is to end for this reason."""
+
+    def __init__(self, reason: Reason, message: str = "") -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class Life:
+    """One live session."""
+
+    def __init__(self, record: Record, services: Services, token: str = "", grace_ms: int | None = None) -> None:
+        self.record: Final = record
+        self.channel: Final = Channel(record, services.recorder, services.limits.runner_frame_bytes)
+        self._services = services
+        self._token = token
+        self._adopted = not token
+        self._grace_ms = services.limits.stop_grace_ms if grace_ms is None else grace_ms
+        self._steps: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._revoking: asyncio.Task[None] | None = None
+        self._logs: LogFiles | None = None
+        self._started = self._adopted
+        self._exit: Exit | None = record.life.exit
+
+    async def end(self, reason: Reason, message: str = "", grace_ms: int | None = None) -> bool:
+        """Record that the session is to end and begin to end it; False when it has ended already."""
+        if grace_ms is not None:
+            self._grace_ms = grace_ms
+        result = await self._services.recorder.record(self.record, EndRequested(reason, message))
+        if self._steps is not None:
+            self._steps.cancel()
+        return not isinstance(result, NotAllowed)
+
+    async def run(self) -> None:
+        """Live to the end. Cancelling this leaves container and grant as they are, for the next start of the daemon."""
+        self._steps = asyncio.create_task(self._live(), name=f"session-{self.record.id}")
+        if self.record.life.ending is not None:
+            self._steps.cancel()
+        try:
+            await asyncio.wait([self._steps])
+            await self._note_outcome(self._steps)
+            await self._finish()
+        except asyncio.CancelledError:
+            self._steps.cancel()
+            await asyncio.wait([self._steps])
+            raise
+        finally:
+            ending = [task for task in (self._following, self._revoking) if task is not None]
+            for task in ending:
+                task.cancel()
+            await asyncio.gather(*ending, return_exceptions=True)
+            if self._logs is not None:
+                self._logs.close()
+            await self.channel.close("the session is over")
+
+    async def _note_outcome(self, steps: "asyncio.Task[None]") -> None:
+        """Record why the steps ended, if nobody asked them to and the container did not."""
+        if steps.cancelled():
+            return
+        match steps.exception():
+            case None:
+                return
+            case EndError() as error:
+                reason, message = error.reason, str(error)
+            case EngineError() as error:
+                reason, message = Reason.ENGINE_ERROR, str(error)
+            case error:
+                log.error("session %s: %r", self.record.id, error, exc_info=error)
+                reason, message = Reason.CONTROL_ERROR, f"the control daemon failed: {type(error).__name__}"
+        await self._services.recorder.record(self.record, EndRequested(reason, message))
+
+    # Launch and watch.
+
+    async def _live(self) -> None:
+        if not self._adopted:
+            await self._launch()
+        else:
+            self._follow_logs(self.record.life.container)
+        await self._watch(self.record.life.container)
+
+    async def _launch(self) -> None:
+        services, record, spec = self._services, self.record, self.record.spec
+        if problems := await services.host_problems():
+            raise EndError(Reason.HOST_NOT_READY, problems[0])
+        image = await services.engine.image(spec.image)
+        if image is None:
+            raise EndError(
+                Reason.IMAGE_MISSING,
+                f"the engine has no image {spec.image}; build or load it with `opificia images`, it is not pulled",
+            )
+        if not image.own_runner and not image.can_run_runner:
+            raise EndError(Reason.IMAGE_UNUSABLE, f"{spec.image} has no Python 3.8 or later and brings no runner")
+        in_dir = str(record.folder / "in")
+        if spec.in_dir:
+            try:
+                in_dir = await asyncio.to_thread(folders.check_in_dir, spec.in_dir, services.sandbox.in_roots)
+            except folders.InputError as error:
+                raise EndError(Reason.IN_DIR_REFUSED, str(error)) from error
+        limits = services.limits
+        volume = await self._whole(services.engine.create_out_volume(record.id, limits.out_bytes, limits.out_files))
+        await self._grant()
+        plan = services.container_plan(
+            SandboxPlan(
+                session=record.id,
+                run=record.stored.run_id,
+                policy_digest=policy_digest(spec),
+                image=image.id,
+                address=IPv4Address(record.life.address),
+                environment=sandbox_environment(
+                    record.id,
+                    record.stored.run_id,
+                    self._token,
+                    services.network,
+                    ca_bundle=bool(services.sandbox.ca_bundle),
+                    extra=spec.env,
+                ),
+                in_dir=in_dir,
+                out_volume=volume,
+                runner=None if image.own_runner else str(services.runner_path),
+                image_volumes=image.volumes,
+                memory_bytes=spec.resources.memory_bytes,
+                cpus=spec.resources.cpus,
+                pids=spec.resources.pids,
+                runtime=spec.runtime,
+            )
+        )
+        self._token = ""
+        container = await self._create(plan, image.id)
+        self._follow_logs(container)
+        await self._whole(self._start(container))
+
+    async def _start(self, container: str) -> None:
+        await self._services.engine.start(container)
+        self._started = True
+
+    async def _grant(self) -> None:
+        record = self.record
+        life = record.life
+        grant = grant_for(record.spec, record.id, life.token_sha256, life.address, Usage())
+        try:
+            await self._services.link.put(grant, GRANT_TIMEOUT_S)
+        except GrantRefusedError as error:
+            raise EndError(Reason.GRANT_REFUSED, str(error)) from error
+        except GatewayUnavailableError as error:
+            raise EndError(Reason.GATEWAY_UNAVAILABLE, f"{error}; is opificia-gateway running?") from error
+
+    async def _create(self, plan: ContainerPlan, image_id: str) -> str:
+        """Make the container and record it, both or neither, whatever is cancelled meanwhile."""
+
+        async def create() -> str:
+            container = await self._services.engine.create(plan)
+            await self._services.recorder.record(self.record, ContainerCreated(container, image_id))
+            return container
+
+        return await self._whole(create())
+
+    @staticmethod
+    async def _whole(work: Awaitable[T]) -> T:
+        """Wait for a step of the engine to its end even when cancelled: half of one cannot be taken down."""
+        task = asyncio.ensure_future(work)
+        if await see_through(task):
+            raise asyncio.CancelledError
+        return task.result()
+
+    def _follow_logs(self, container: str) -> None:
+        loop, logged = asyncio.get_running_loop(), self.record.logged
+        self._logs = LogFiles(
+            self.record.folder,
+            self._services.limits.log_bytes,
+            now_ms,
+            lambda: _call_soon(loop, logged.raise_),
+        )
+        self._following = asyncio.create_task(
+            self._services.engine.follow_logs(container, self._logs), name=f"logs-{self.record.id}"
+        )
+
+    async def _watch(self, container: str) -> None:
+        """Return when the container has ended. Raises EndError when it is to be ended."""
+        watchers: list[asyncio.Task[Any]] = []
+        try:
+            exiting = asyncio.create_task(self._wait_for_exit(container), name="container-exit")
+            watchers = [
+                exiting,
+                asyncio.create_task(self._converse(), name="conversation"),
+                asyncio.create_task(self.channel.keep(), name="runner-events"),
+                asyncio.create_task(self._time_limit(), name="time-limit"),
+            ]
+            done, _ = await asyncio.wait(watchers, return_when=asyncio.FIRST_COMPLETED)
+            # An exit is the truth, whatever else ended in the same moment.
+            if exiting in done:
+                exiting.result()
+            for task in done:
+                task.result()
+        finally:
+            for task in watchers:
+                task.cancel()
+            await asyncio.gather(*watchers, return_exceptions=True)
+
+    async def _wait_for_exit(self, container: str) -> None:
+        try:
+            self._exit = _exit(await self._services.engine.wait(container))
+        except NotFoundError:
+            # Removed behind our back: nobody knows its exit any more.
+            self._exit = Exit(None)
+
+    async def _converse(self) -> None:
+        """Lead the runner: hello, the session's command, shutdown; end the session when the runner stays away."""
+        limits, channel, life = self._services.limits, self.channel, self.record.life
+        if not self._adopted or life.connected_at is None:
+            try:
+                async with asyncio.timeout(limits.hello_timeout_ms / 1000):
+                    await channel.present.wait()
+            except TimeoutError:
+                message = f"the runner did not say hello within {limits.hello_timeout_ms / 1000:g} s"
+                raise EndError(Reason.HELLO_TIMEOUT, message) from None
+        staying = asyncio.create_task(self._stay_connected(), name="runner-presence")
+        leading = asyncio.create_task(self._lead(), name="runner-lead")
+        try:
+            done, _ = await asyncio.wait([staying, leading], return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+        finally:
+            for task in (staying, leading):
+                task.cancel()
+            await asyncio.gather(staying, leading, return_exceptions=True)
+
+    async def _stay_connected(self) -> None:
+        allowed_s = self._services.limits.runner_reconnect_ms / 1000
+        while True:
+            await self.channel.gone.wait()
+            try:
+                async with asyncio.timeout(allowed_s):
+                    await self.channel.present.wait()
+            except TimeoutError:
+                raise EndError(Reason.RUNNER_LOST, f"the runner was away for {allowed_s:g} s") from None
+
+    async def _lead(self) -> None:
+        spec, life = self.record.spec, self.record.life
+        if not spec.command:
+            await asyncio.Event().wait()
+        code = life.claimed_code
+        if code is None:
+            message = Run(run=MAIN_RUN, argv=spec.command, cwd=spec.cwd)
+            if life.main_run:
+                handle = self.channel.adopt(message)
+            else:
+                try:
+                    handle = await self.channel.run(message, main=True, follow=False)
+                except NotAllowedError as error:
+                    raise EndError(Reason.CONTROL_ERROR, str(error)) from error
+            code = (await handle.completed).exit_code
+        await self.channel.present.wait()
+        await self.channel.shutdown(code, int(SHUTDOWN_GRACE_S * 1000) // 2)
+        await asyncio.sleep(SHUTDOWN_GRACE_S)
+        raise EndError(Reason.SHUTDOWN_TIMEOUT, "the runner did not end when its command had")
+
+    async def _time_limit(self) -> None:
+        allowed_ms = self.record.spec.time_limit_ms or self._services.limits.session_time_ms
+        until = (self.record.life.launched_at or now_ms()) + allowed_ms
+        while (left_ms := until - now_ms()) > 0:
+            await asyncio.sleep(left_ms / 1000)
+        raise EndError(Reason.TIME_LIMIT, f"the session's time of {allowed_ms / 1000:g} s is over")
+
+    # Take down.
+
+    async def _finish(self) -> None:
+        record, services = self.record, self._services
+        container = record.life.container
+        if container:
+            await self._ensure_exit(container)
+            await services.recorder.record(record, ContainerExited(self._exit or Exit(None)))
+        self._revoking = asyncio.create_task(services.link.revoke(record.id), name=f"revoke-{record.id}")
+        await self.channel.close("the session is over")
+        note = await self._collect(container) if container else ""
+        await services.recorder.record(record, Ended(note))
+
+    async def _ensure_exit(self, container: str) -> None:
+        """Stop the container, however often that must be tried: the engine may be away, and nothing may run on."""
+        while self._exit is None:
+            try:
+                await self._services.engine.stop(container, self._grace_ms / 1000)
+                self._exit = _exit(await self._services.engine.wait(container))
+            except NotFoundError:
+                self._exit = Exit(None)
+            except EngineError as error:
+                log.warning("session %s: cannot stop its container, trying again: %s", self.record.id, error)
+                await asyncio.sleep(RETRY_S)
+
+    async def _collect(self, container: str) -> str:
+        """Keep logs and results; return what could not be kept, one sentence."""
+        services, record, notes = self._services, self.record, []
+        if self._following is not None and self._started:
+            try:
+                async with asyncio.timeout(LOGS_TIMEOUT_S):
+                    await self._following
+            except (TimeoutError, EngineError) as error:
+                notes.append(f"the end of the logs could not be read: {error or 'the engine hangs'}")
+        limits = OutLimits(services.limits.out_bytes, services.limits.out_files)
+        try:
+            summary = await services.engine.archive_out(container, record.folder / "out.tar", limits)
+            if summary.truncated:
+                notes.append("the results are cut at the limit of /out")
+        except EngineError as error:
+            if record.life.connected_at is not None:
+                notes.append(f"the results could not be kept: {error.message}")
+        return "; ".join(notes)
+
+
+def _exit(exit_: ContainerExit) -> Exit:
+    return Exit(exit_.exit_code, exit_.oom_killed, exit_.error)
+
+
+def _call_soon(loop: asyncio.AbstractEventLoop, act: Callable[[], None]) -> None:
+    # The loop may have closed under a log thread that is still ending.
+    try:
+        loop.call_soon_threadsafe(act)
+    except RuntimeError:
+        pass

@@ -1,0 +1,400 @@
+"""All sessions: creates them, queues them, starts and ends their lives, and takes them up again after a restart."""
+
+import asyncio
+import logging
+from collections.abc import Coroutine, Sequence
+from ipaddress import IPv4Address
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from control.db.store import Store, StoredSession, StoreUnavailableError
+from control.docker.types import EngineError, NotFoundError, ObservedContainer
+from control.plan.admission import Admission, Demand
+from control.plan.container import ROLE_SANDBOX
+from control.plan.grants import grant_for
+from control.plan.reconcile import Adopt, CleanUp, Fail, Found, RemoveStray, Requeue, reconcile
+from control.plan.session import (
+    ContainerCreated,
+    Ended,
+    EndRequested,
+    LaunchRequested,
+    LaunchStarted,
+    NotAllowed,
+    Reason,
+    Session,
+    SessionState,
+)
+from control.runner.channel import Channel, RunHandle
+from control.runner.messages import Run
+from control.sessions import folders
+from control.sessions.life import Life, Services
+from control.sessions.logs import LogFiles
+from control.sessions.record import Record, now_ms
+from control.spec import Bounds, SandboxSpec, spec_problems
+from gateway.contract.ids import new_session_id, new_token, token_sha256
+from gateway.contract.policy import Usage
+
+log = logging.getLogger(__name__)
+
+# How often usage goes to the store.
+USAGE_S: Final = 2.0
+
+
+class InvalidSpecError(Exception):
+    """The spec cannot be accepted; `problems` says why, one sentence each."""
+
+    def __init__(self, problems: list[str]) -> None:
+        super().__init__("; ".join(problems))
+        self.problems = problems
+
+
+class NoSuchSessionError(Exception):
+    """There is no session with this id."""
+
+
+class WrongStateError(Exception):
+    """The session's state does not allow this; the message says both."""
+
+
+class SessionManager:
+    """Owns all live sessions. `run` must be running; `start` comes before any other call."""
+
+    def __init__(
+        self, services: Services, store: Store, admission: Admission, bounds: Bounds, sessions_folder: Path
+    ) -> None:
+        self.admission: Final = admission
+        self.store: Final = store
+        self._services = services
+        self._bounds = bounds
+        self._folder = sessions_folder
+        self._records: dict[str, Record] = {}
+        self._lives: dict[str, Life] = {}
+        self._addresses: dict[str, IPv4Address] = {}
+        self._last_address: IPv4Address | None = None
+        self._position = 0
+        self._group: asyncio.TaskGroup | None = None
+        self._ready = asyncio.Event()
+
+    # What callers ask.
+
+    async def create(self, spec: SandboxSpec, key: str = "", digest: str = "") -> StoredSession:
+        """Make a session. Raises InvalidSpecError, SessionExistsError, KeyReusedError, StoreUnavailableError, OSError."""
+        problems = spec_problems(spec, self._bounds)
+        if problems:
+            raise InvalidSpecError(problems)
+        session = spec.session_id or new_session_id()
+        spec = msgspec.structs.replace(spec, session_id=session, run_id=spec.run_id or session)
+        # Order of creation, which a clock that was set back must not disturb.
+        self._position = max(self._position + 1, now_ms() * 1000)
+        sandbox = self._services.sandbox
+        new = StoredSession(
+            id=session,
+            run_id=spec.run_id,
+            position=self._position,
+            created_at=now_ms(),
+            memory_bytes=spec.resources.memory_bytes or sandbox.memory_bytes,
+            cpus=spec.resources.cpus or sandbox.cpus,
+            spec=spec,
+            life=Session(),
+        )
+        stored = await self.store.insert(new, key, digest)
+        if stored is new:
+            record = self._records[session] = Record(new, self._folder / session)
+            await asyncio.to_thread(folders.make, record.folder)
+            return new
+        return self.view(stored)
+
+    async def unpack_input(self, session: str, archive: Path) -> None:
+        """Unpack a tar into the session's /in. Raises NoSuchSessionError, WrongStateError, folders.InputError."""
+        record = await self._record(session)
+        if record.life.state is not SessionState.CREATED or record.life.waiting:
+            raise WrongStateError(f"input comes before launch; the session is {record.life.state}")
+        await asyncio.to_thread(folders.unpack_input, record.folder, archive, self._services.limits.in_bytes)
+
+    async def launch(self, session: str) -> StoredSession:
+        """Queue a session for its start.
+
+        Raises NoSuchSessionError, WrongStateError, AdmissionError, StoreUnavailableError, OSError.
+        """
+        record = await self._record(session)
+        if record.life.waiting:
+            return record.view()
+        # While the database is away nothing new starts, what runs goes on.
+        await self.store.ping()
+        await asyncio.to_thread(folders.make, record.folder)
+        if self.admission.position(session) is not None:
+            return record.view()
+        if record.life.state is SessionState.CREATED:
+            self.admission.enqueue(session, Demand(record.stored.memory_bytes, record.stored.cpus))
+        try:
+            result = await self._services.recorder.record(record, LaunchRequested(), patient=False)
+        except BaseException:
+            self.admission.leave(session)
+            raise
+        if isinstance(result, NotAllowed):
+            raise WrongStateError(f"only a created session can be launched; this one is {result.state}")
+        self._admit()
+        return record.view()
+
+    async def stop(self, session: str, grace_ms: int | None = None) -> StoredSession:
+        """Begin to end a session; one that has ended stays as it is. Raises NoSuchSessionError."""
+        record = await self._record(session)
+        life = self._lives.get(session)
+        if life is not None:
+            await life.end(Reason.STOPPED_BY_USER, grace_ms=grace_ms)
+        elif not record.life.state.final:
+            self.admission.leave(session)
+            await self._services.recorder.record(record, EndRequested(Reason.STOPPED_BY_USER))
+            self._spawn(self._clean(record), f"clean-{session}")
+        return record.view()
+
+    async def run_command(self, session: str, run: Run) -> RunHandle:
+        """Run a command in a connected session. Raises NoSuchSessionError, NotAllowedError, WrongStateError."""
+        record = await self._record(session)
+        life = self._lives.get(session)
+        if life is None or record.life.ending is not None:
+            raise WrongStateError(f"commands need a connected session; this one is {record.life.state}")
+        return await life.channel.run(run, main=False, follow=True)
+
+    async def cancel_command(self, session: str, run: str, grace_ms: int) -> None:
+        """End a command that runs; one that is unknown or over is no error."""
+        life = self._lives.get(session)
+        if life is not None:
+            await life.channel.cancel(run, grace_ms)
+
+    async def get(self, session: str) -> StoredSession:
+        """Return a session. Raises NoSuchSessionError, StoreUnavailableError."""
+        record = self._records.get(session)
+        if record is not None:
+            return record.view()
+        stored = await self.store.get(session)
+        if stored is None:
+            raise NoSuchSessionError(session)
+        return stored
+
+    async def page(
+        self, states: Sequence[SessionState], before: int | None, limit: int
+    ) -> list[StoredSession]:
+        """Return sessions from the newest to the oldest."""
+        return [self.view(each) for each in await self.store.page(states=states, before=before, limit=limit)]
+
+    def view(self, stored: StoredSession) -> StoredSession:
+        """Return a session as memory knows it, which may be newer than the store."""
+        record = self._records.get(stored.id)
+        return stored if record is None else record.view()
+
+    def record(self, session: str) -> Record | None:
+        """Return the live record of a session, None when it has ended."""
+        return self._records.get(session)
+
+    def folder(self, session: str) -> Path:
+        """Return the folder of a session that exists."""
+        return self._folder / session
+
+    def channel_of(self, session: str) -> Channel | None:
+        """Return the channel to which a runner's connection belongs."""
+        life = self._lives.get(session)
+        return None if life is None else life.channel
+
+    def used(self, session: str) -> Usage:
+        """Return what a live session has used."""
+        return self._services.link.usage.total(session)
+
+    # Start and stop of the daemon.
+
+    async def start(self) -> None:
+        """Take up what an earlier process left. Raises StoreUnavailableError, EngineError."""
+        self._position = await self.store.last_position()
+        self._addresses = {
+            session: IPv4Address(address) for session, address in (await self.store.held_addresses()).items()
+        }
+        for stored in await self.store.unfinished():
+            record = Record(stored, self._folder / stored.id)
+            await self._services.recorder.restore(record)
+            self._records[stored.id] = record
+            if record.life.address:
+                self._addresses.setdefault(stored.id, IPv4Address(record.life.address))
+        for session, epochs in (await self.store.usage_of(list(self._records))).items():
+            self._services.link.usage.load(session, epochs)
+        self._services.link.hold(
+            grant_for(record.spec, record.id, record.life.token_sha256, record.life.address, Usage())
+            for record in self._records.values()
+            if record.life.address and not record.life.state.final and record.life.exit is None
+        )
+
+    async def run(self) -> None:
+        """Live with all sessions until cancelled; containers then stay as they are."""
+        async with asyncio.TaskGroup() as group:
+            self._group = group
+            group.create_task(self._store_usage(), name="usage")
+            await self._reconcile()
+            self._ready.set()
+
+    async def ready(self) -> None:
+        """Return when what an earlier process left is taken up."""
+        await self._ready.wait()
+
+    async def _reconcile(self) -> None:
+        containers = {each.id: each for each in await self._services.engine.owned() if each.role == ROLE_SANDBOX}
+        found = [Found(each.id, each.session, _ran(each)) for each in containers.values()]
+        for action in reconcile({name: record.life for name, record in self._records.items()}, found):
+            log.info("after the restart: %s", action)
+            match action:
+                case Requeue(session):
+                    record = self._records[session]
+                    self.admission.enqueue(session, Demand(record.stored.memory_bytes, record.stored.cpus))
+                case Adopt(session, container):
+                    record = self._records[session]
+                    if not record.life.container:
+                        await self._services.recorder.record(record, ContainerCreated(container, ""))
+                    self._begin(record)
+                case Fail(session, vanished):
+                    self._spawn(self._fail(self._records[session], vanished), f"fail-{session}")
+                case CleanUp(session):
+                    self._spawn(self._clean(self._records[session]), f"clean-{session}")
+                case RemoveStray(container, session):
+                    self._spawn(self._remove_stray(container, session), f"stray-{container[:12]}")
+        self._admit()
+
+    async def _fail(self, record: Record, vanished: bool) -> None:
+        recorder = self._services.recorder
+        if not vanished:
+            message = "the control daemon was restarted while the session was launched"
+            await recorder.record(record, EndRequested(Reason.ORPHANED, message))
+        await recorder.record(record, Ended())
+        await self._clean(record)
+
+    async def _remove_stray(self, container: str, session: str) -> None:
+        engine = self._services.engine
+        folder = self._folder / session
+        while True:
+            try:
+                await engine.stop(container, self._services.limits.stop_grace_ms / 1000)
+                if folder.is_dir():
+                    logs = LogFiles(folder, self._services.limits.log_bytes, now_ms, lambda: None)
+                    try:
+                        await engine.follow_logs(container, logs)
+                    finally:
+                        logs.close()
+                await engine.remove(container)
+            except NotFoundError:
+                return
+            except EngineError as error:
+                log.warning("container %s cannot be removed, trying again: %s", container[:12], error)
+                await asyncio.sleep(USAGE_S)
+            else:
+                return
+
+    # Admission and lives.
+
+    def _admit(self) -> None:
+        admitted = self.admission.admit()
+        for number, session in enumerate(admitted):
+            record = self._records[session]
+            taken = set(self._addresses.values())
+            address = self._services.network.free_address(taken, self._last_address)
+            if address is None:
+                # The subnet is the limit: whoever ends gives an address back, and this is called again.
+                for late in reversed(admitted[number:]):
+                    self.admission.put_back(late)
+                return
+            self._addresses[session] = self._last_address = address
+            self._spawn(self._launch(record, address), f"launch-{session}")
+
+    async def _launch(self, record: Record, address: IPv4Address) -> None:
+        token = new_token()
+        started = LaunchStarted(str(address), token_sha256(token))
+        if isinstance(await self._services.recorder.record(record, started), NotAllowed):
+            # Stopped in the meantime.
+            await self._clean(record)
+            return
+        await self._live(record, Life(record, self._services, token))
+
+    def _begin(self, record: Record) -> None:
+        self.admission.hold(record.id, Demand(record.stored.memory_bytes, record.stored.cpus))
+        self._spawn(self._live(record, Life(record, self._services)), f"session-{record.id}")
+
+    async def _live(self, record: Record, life: Life) -> None:
+        self._lives[record.id] = life
+        try:
+            await life.run()
+        finally:
+            del self._lives[record.id]
+        await self._clean(record)
+
+    async def _clean(self, record: Record) -> None:
+        """Take away what a session that has ended may have left, and forget it. Nothing is left when this returns."""
+        session = record.id
+        engine = self._services.engine
+        while True:
+            try:
+                if record.life.container:
+                    await engine.remove(record.life.container)
+                if record.life.address:
+                    await engine.remove_out_volume(session)
+            except NotFoundError:
+                pass
+            except EngineError as error:
+                log.warning("session %s cannot be cleaned up, trying again: %s", session, error)
+                await asyncio.sleep(USAGE_S)
+                continue
+            break
+        self.admission.leave(session)
+        self._admit()
+        if record.life.address:
+            await self._services.link.revoke(session)
+        while True:
+            try:
+                await self._put_usage()
+                await self.store.release_address(session)
+                if self._services.recorder.is_stored(record):
+                    await self.store.mark_cleaned(session)
+                    break
+            except StoreUnavailableError as error:
+                log.debug("session %s waits for the database: %s", session, error)
+            await asyncio.sleep(USAGE_S)
+        self._addresses.pop(session, None)
+        self._records.pop(session, None)
+        self._services.link.usage.forget(session)
+        self._admit()
+
+    def _spawn(self, work: Coroutine[Any, Any, None], name: str) -> None:
+        assert self._group is not None
+        self._group.create_task(work, name=name)
+
+    async def _record(self, session: str) -> Record:
+        record = self._records.get(session)
+        if record is not None:
+            return record
+        stored = await self.store.get(session)
+        if stored is None:
+            raise NoSuchSessionError(session)
+        return Record(stored, self._folder / session)
+
+    async def _store_usage(self) -> None:
+        while True:
+            await asyncio.sleep(USAGE_S)
+            try:
+                await self._put_usage()
+            except StoreUnavailableError as error:
+                log.debug("usage waits for the database: %s", error)
+
+    async def _put_usage(self) -> None:
+        book = self._services.link.usage
+        changed = book.take_unstored()
+        while changed:
+            session, epoch, used = changed.pop()
+            try:
+                await self.store.put_usage(session, epoch, used)
+            except BaseException:
+                for each in ((session, epoch, used), *changed):
+                    book.not_stored(each[0], each[1])
+                raise
+
+
+def _ran(container: ObservedContainer) -> bool:
+    # Docker's zero time stands for a container that was never started.
+    return container.state != "created" and not container.started_at.startswith("0001-")
+
