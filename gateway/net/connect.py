@@ -53,8 +53,8 @@ class Connect:
     """One CONNECT. Owns the client's socket from `start` on; `_finish` gives back all that it holds."""
 
     __slots__ = (
-        "_address", "_authority", "_buffer", "_caller", "_credentials", "_dial", "_has_slot", "_head",
-        "_pending_name", "_services", "_session", "_splicer", "_started", "_upstream", "_waited", "_watching", "sock",
+        "_address", "_addresses", "_authority", "_buffer", "_caller", "_credentials", "_dial", "_has_slot", "_head",
+        "_pending_name", "_rule", "_services", "_session", "_splicer", "_started", "_upstream", "_waited", "_watching", "sock",
     )  # fmt: skip
 
     def __init__(self, services: Services, arrival: "Arrival", head: Head, early: bytes) -> None:
@@ -72,6 +72,8 @@ class Connect:
         self._pending_name: str | None = None
         self._upstream: socket.socket | None = None
         self._address = ""
+        self._addresses: tuple[IPAddress, ...] = ()
+        self._rule = ""
         self._splicer: Splicer | None = None
         self._has_slot = False
         self._waited = 0.0
@@ -125,6 +127,7 @@ class Connect:
         if isinstance(verdict, Deny):
             self._refuse(verdict)
             return
+        self._rule = verdict.rule
         if session.bytes_left <= 0:
             self._refuse(Deny(DenyReason.BUDGET_EXHAUSTED, "the session's egress budget is used up"))
             return
@@ -199,9 +202,9 @@ class Connect:
     def _judge(self, addresses: tuple[IPAddress, ...]) -> None:
         services = self._services
         assert self._session is not None
+        self._addresses = addresses
         verdict = decide_addresses(self._session.policy, self._authority, addresses, services.facts)
         if isinstance(verdict, Deny):
-            self._address = str(addresses[0])
             self._refuse(verdict)
             return
         # Connect to the addresses that were judged, never to the name again: a second look-up may answer differently
@@ -275,7 +278,7 @@ class Connect:
         metrics = services.gateway.metrics
         metrics.allowed["connect"].inc()
         metrics.tunnels.inc()
-        self._log("allow", "")
+        self._log("allow", self._rule)
         splicer = Splicer(services.loop, services.pipes, session, self.sock, upstream, self._on_close)
         self._splicer = splicer
         services.idle.add(splicer)
@@ -394,7 +397,8 @@ class Connect:
     def _log(self, event: str, reason: DenyReason | CloseReason | str, up: int = 0, down: int = 0) -> None:
         assert self._session is not None
         authority = self._authority
+        address = self._address or (str(self._addresses[0]) if self._addresses else "")
         self._services.gateway.audit.write(
-            self._session.id, event, "connect", authority.host, authority.port, self._address, reason,
+            self._session.id, event, "connect", authority.host, authority.port, address, reason,
             up, down, milliseconds_since(self._started),
         )  # fmt: skip

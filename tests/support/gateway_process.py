@@ -1,0 +1,177 @@
+"""The real gateway as a process of its own unprivileged user, on loopback, with limits as small as a test wants."""
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Final, Self
+
+from tests.support.identities import GATEWAY
+from tests.support.paths import CHECKOUT
+from tests.support.processes import spawn, stop, wait_until
+from tests.support.sockets import Client
+
+TOKEN: Final = "token-of-a-test"
+
+
+def toml_value(value: object) -> str:
+    """Return a TOML value; JSON's strings, numbers, booleans and lists are TOML's too."""
+    if isinstance(value, dict):
+        return "{ " + ", ".join(f"{key} = {toml_value(each)}" for key, each in value.items()) + " }"
+    if isinstance(value, list | tuple):
+        return "[" + ", ".join(toml_value(each) for each in value) + "]"
+    return json.dumps(value)
+
+
+def toml(tables: dict[str, Any]) -> str:
+    """Return tables as TOML; a list of tables becomes `[[name]]`."""
+    lines: list[str] = []
+    for name, table in tables.items():
+        for each in table if isinstance(table, list) else [table]:
+            lines.append(f"[[{name}]]" if isinstance(table, list) else f"[{name}]")
+            lines += [f"{key} = {toml_value(value)}" for key, value in each.items()]
+    return "\n".join(lines) + "\n"
+
+
+def free_port() -> int:
+    """Return a TCP port of 127.0.0.1 that nobody has at the moment."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class GatewayProcess:
+    """One gateway. `sessions` are tables of sessions.toml; the first one's token is TOKEN unless it says otherwise."""
+
+    def __init__(self, base: Path, config: dict[str, Any], sessions: Sequence[dict[str, Any]]) -> None:
+        self.base = base
+        self.port = free_port()
+        self.metrics_port = free_port()
+        self.audit_dir = base / "egress"
+        self._config_file = base / "gateway.toml"
+        self._sessions_file = base / "sessions.toml"
+        self._log_file = base / "gateway.log"
+        self._process: subprocess.Popen[bytes] | None = None
+        self.config: dict[str, Any] = {
+            "listen": {"sandbox": f"127.0.0.1:{self.port}", "metrics": f"127.0.0.1:{self.metrics_port}"},
+            "sessions": {"file": str(self._sessions_file)},
+            "audit": {"dir": str(self.audit_dir)},
+            "egress": {"allow_loopback": True},
+        }
+        for name, table in config.items():
+            self.config[name] = {**self.config.get(name, {}), **table} if isinstance(table, dict) else table
+        self.sessions = [{"token": TOKEN, "network": "open", **session} for session in sessions]
+
+    def write_files(self) -> None:
+        """Write both files as the gateway's user can read them."""
+        self._config_file.write_text(toml(self.config))
+        self._sessions_file.write_text(toml({"session": self.sessions}))
+
+    def start(self) -> None:
+        """Start as the gateway's uid, from a copy of the code that this uid can read; wait until it accepts."""
+        code = self.base / "code"
+        if not code.exists():
+            shutil.copytree(CHECKOUT / "gateway", code / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
+        self.audit_dir.mkdir(exist_ok=True)
+        os.chown(self.audit_dir, GATEWAY, GATEWAY)
+        self.write_files()
+        environment = {**os.environ, "PYTHONPATH": f"{code}:{os.environ.get('PYTHONPATH', '')}", "HOME": "/nonexistent"}
+        argv = ["setpriv", f"--reuid={GATEWAY}", f"--regid={GATEWAY}", "--clear-groups", "--"]
+        argv += [sys.executable, "-W", "error", "-m", "gateway", "--config", str(self._config_file)]
+        argv += ["--log-level", "DEBUG"]
+        with self._log_file.open("ab") as log:
+            process = self._process = spawn(argv, log=log, env=environment, cwd=self.base)
+
+        def died() -> str | None:
+            return None if process.poll() is None else f"exit status {process.returncode}\n{self.log()}"
+
+        wait_until(self._answers, "the gateway's sandbox port", give_up=died)
+
+    def _answers(self) -> bool:
+        try:
+            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
+                return True
+        except OSError:
+            return False
+
+    @property
+    def pid(self) -> int:
+        """The gateway's process id (setpriv executes it in place)."""
+        assert self._process is not None
+        return self._process.pid
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal."""
+        os.kill(self.pid, number)
+
+    def stop(self) -> int:
+        """End it; returns the exit status."""
+        assert self._process is not None
+        return stop(self._process)
+
+    def log(self) -> str:
+        """Return what it has logged."""
+        return self._log_file.read_text(errors="replace")
+
+    def audit(self, session: str) -> list[dict[str, Any]]:
+        """Return a session's audit lines so far."""
+        file = self.audit_dir / f"{session}.log"
+        return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
+
+    async def await_audit(self, session: str, **wanted: object) -> dict[str, Any]:
+        """Wait for an audit line with these fields and return it."""
+        async with asyncio.timeout(10):
+            while True:
+                for line in self.audit(session):
+                    if all(line.get(key) == value for key, value in wanted.items()):
+                        return line
+                await asyncio.sleep(0.01)
+
+    def descriptors(self) -> int:
+        """Return how many descriptors the process has open."""
+        return len(list(Path(f"/proc/{self.pid}/fd").iterdir()))
+
+    def rss_bytes(self) -> int:
+        """Return its resident memory."""
+        return int(Path(f"/proc/{self.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def cpu_seconds(self) -> float:
+        """Return the CPU seconds it has used."""
+        fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
+        return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+    async def client(self, *, proxy: bytes = b"") -> Client:
+        """Return a raw connection to the sandbox port."""
+        return await Client.connect(("127.0.0.1", self.port), proxy=proxy)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+@contextmanager
+def gateway_process(
+    config: dict[str, Any] | None = None, sessions: Sequence[dict[str, Any]] = ({"id": "s1"},)
+) -> Iterator[GatewayProcess]:
+    """Run a gateway for the length of a test."""
+    base = Path(tempfile.mkdtemp(prefix="opificia-gateway-"))
+    base.chmod(0o755)
+    try:
+        with GatewayProcess(base, config or {}, sessions) as process:
+            yield process
+    finally:
+        shutil.rmtree(base, ignore_errors=True)
+
+
+__all__ = ["TOKEN", "GatewayProcess", "free_port", "gateway_process", "toml"]
