@@ -1,0 +1,118 @@
+"""/runner: authenticated here, handed to control by splice, with the session's id and without its token."""
+
+import asyncio
+import os
+import tempfile
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import aiohttp
+import pytest
+from aiohttp import web
+
+from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+
+
+@asynccontextmanager
+async def control() -> AsyncIterator[tuple[Path, list[dict[str, str]]]]:
+    """Control's runner socket, as an aiohttp WebSocket server that echoes."""
+    seen: list[dict[str, str]] = []
+
+    async def runner(request: web.Request) -> web.WebSocketResponse:
+        seen.append({name.lower(): value for name, value in request.headers.items()} | {"path": request.path_qs})
+        socket = web.WebSocketResponse()
+        await socket.prepare(request)
+        async for message in socket:
+            await socket.send_str(str(message.data))
+        return socket
+
+    app = web.Application()
+    app.router.add_get("/runner", runner)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder) / "control.sock"
+        server = web.AppRunner(app)
+        await server.setup()
+        await web.UnixSite(server, str(path)).start()
+        path.chmod(0o666)
+        try:
+            yield path, seen
+        finally:
+            await server.cleanup()
+
+
+@asynccontextmanager
+async def handing_gateway() -> AsyncIterator[tuple[GatewayProcess, list[dict[str, str]]]]:
+    async with control() as (path, seen):
+        sessions = [{"id": "s1", "egress_budget": {"bytes": 10, "connections": 1}}, {"id": "s2"}]
+        config = {"runner": {"upstream": f"unix:{path}"}, "limits": {"egress_idle_ms": 300}}
+        with gateway_process(config, sessions) as gateway:
+            yield gateway, seen
+
+
+def url(gateway: GatewayProcess, session: str = "s1") -> str:
+    return f"http://127.0.0.1:{gateway.port}/runner?session={session}"
+
+
+async def test_a_runner_talks_to_control_and_control_learns_the_session_but_no_token() -> None:
+    async with handing_gateway() as (gateway, seen), aiohttp.ClientSession() as http:
+        headers = {"Authorization": f"Bearer {TOKEN}", "Cookie": "a=b", "X-Opificia-Session": "s2"}
+        async with http.ws_connect(url(gateway), headers=headers) as socket:
+            # More than the egress budget, and longer than the egress idle limit: neither is the runner's.
+            for text in ("hello", "x" * 200_000, "again"):
+                await socket.send_str(text)
+                assert (await socket.receive_str()) == text
+        assert seen[0]["x-opificia-session"] == "s1"
+        assert TOKEN not in str(seen)
+        assert "cookie" not in seen[0]
+        assert seen[0]["path"] == "/runner"
+
+
+@pytest.mark.parametrize(
+    ("session", "authorization"),
+    [
+        ("s1", ""),
+        ("s1", "Bearer wrong"),
+        ("nobody", f"Bearer {TOKEN}"),
+        ("s1", f"Basic {TOKEN}"),
+        ("", f"Bearer {TOKEN}"),
+    ],
+)
+async def test_refuses_a_runner_without_the_sessions_token(session: str, authorization: str) -> None:
+    async with handing_gateway() as (gateway, seen), aiohttp.ClientSession() as http:
+        with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+            await http.ws_connect(url(gateway, session), headers={"Authorization": authorization})
+        assert refused.value.status == 401
+        assert not seen
+
+
+async def test_refuses_a_plain_request_for_the_runners_path() -> None:
+    async with handing_gateway() as (gateway, seen), aiohttp.ClientSession() as http:
+        async with http.get(url(gateway), headers={"Authorization": f"Bearer {TOKEN}"}) as response:
+            assert response.status == 400
+        assert not seen
+
+
+async def test_says_503_while_control_is_away() -> None:
+    config = {"runner": {"upstream": "unix:/nonexistent/control.sock"}}
+    with gateway_process(config) as gateway:
+        async with aiohttp.ClientSession() as http:
+            with pytest.raises(aiohttp.WSServerHandshakeError) as refused:
+                await http.ws_connect(url(gateway), headers={"Authorization": f"Bearer {TOKEN}"})
+            assert refused.value.status == 503
+
+
+async def test_a_revoked_sessions_runner_is_cut() -> None:
+    import signal
+
+    async with handing_gateway() as (gateway, _), aiohttp.ClientSession() as http:
+        async with http.ws_connect(url(gateway), headers={"Authorization": f"Bearer {TOKEN}"}) as socket:
+            await socket.send_str("x")
+            await socket.receive_str()
+            gateway.sessions = gateway.sessions[1:]
+            gateway.write_files()
+            os.kill(gateway.pid, signal.SIGHUP)
+            async with asyncio.timeout(10):
+                message = await socket.receive()
+            assert message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR)
