@@ -1,0 +1,97 @@
+"""What happens to this installation's containers, as the engine tells it, for those who wait for one of them.
+
+One stream serves all. It may break (the engine restarts) or miss something, so an event only wakes: the truth is what
+an inspection then says. `generation` counts the breaks, which tells a reader of another stream whether that one ended
+by itself or with the engine.
+"""
+
+import asyncio
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Final
+
+from control.docker.engine import Engine
+from control.docker.stream import Stream
+from control.docker.types import EngineError
+from control.plan.container import LABEL_HOST
+
+_RETRY_FIRST_S: Final = 0.1
+_RETRY_MOST_S: Final = 5.0
+# An event of the engine is about 1 KiB; labels could make it larger.
+_MAX_EVENT_BYTES: Final = 1024 * 1024
+
+
+class Events:
+    """Wakes waiters of a container when the engine reports anything about it, and all of them after a break."""
+
+    def __init__(self, engine: Engine, host_id: str) -> None:
+        self._engine = engine
+        self._filters = json.dumps({"type": ["container"], "label": [f"{LABEL_HOST}={host_id}"]})
+        self._waiters: dict[str, set[asyncio.Event]] = {}
+        self._task: asyncio.Task[None] | None = None
+        self._listening = asyncio.Event()
+        self.generation = 0
+
+    async def close(self) -> None:
+        """Stop listening."""
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    async def listening(self) -> None:
+        """Return once events come in; begins to listen at the first call. Raises nothing: waits for the engine."""
+        if self._task is None:
+            self._task = asyncio.create_task(self._run(), name="engine-events")
+        await self._listening.wait()
+
+    @contextlib.contextmanager
+    def watch(self, container: str) -> Iterator[asyncio.Event]:
+        """Hand out an event that is set whenever the container is worth another look. The waiter clears it."""
+        wake = asyncio.Event()
+        self._waiters.setdefault(container, set()).add(wake)
+        try:
+            yield wake
+        finally:
+            waiters = self._waiters[container]
+            waiters.remove(wake)
+            if not waiters:
+                del self._waiters[container]
+
+    async def _run(self) -> None:
+        loop = asyncio.get_running_loop()
+        retry_s = _RETRY_FIRST_S
+
+        def consume(stream: Stream) -> None:
+            loop.call_soon_threadsafe(self._listening.set)
+            pending = b""
+            while data := stream.read():
+                *lines, pending = (pending + data).split(b"\n")
+                if len(pending) > _MAX_EVENT_BYTES:
+                    raise EngineError("An event of the engine is longer than any of them can be.")
+                for line in lines:
+                    if line:
+                        loop.call_soon_threadsafe(self._wake, _container(line))
+
+        while True:
+            began = loop.time()
+            with contextlib.suppress(EngineError):
+                await self._engine.in_thread("GET", "/events", {"filters": self._filters}, consume)
+            self.generation += 1
+            self._listening.clear()
+            for container in list(self._waiters):
+                self._wake(container)
+            # An engine that was there for a while is looked for at once, one that stays away less and less often.
+            retry_s = _RETRY_FIRST_S if loop.time() - began > _RETRY_MOST_S else min(retry_s * 2, _RETRY_MOST_S)
+            await asyncio.sleep(retry_s)
+
+    def _wake(self, container: str) -> None:
+        for wake in self._waiters.get(container, ()):
+            wake.set()
+
+
+def _container(line: bytes) -> str:
+    try:
+        return str(json.loads(line)["Actor"]["ID"])
+    except (ValueError, KeyError, TypeError):
+        return ""

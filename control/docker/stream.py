@@ -1,0 +1,94 @@
+"""A reply of the engine read as it comes: logs, events, archives.
+
+docker-py's own streams lose which output a piece belongs to, cannot be ended from another thread, and have no deadline
+for the reply's head. This is the same request on http.client, which needs no more than a socket.
+"""
+
+import contextlib
+import http.client
+import json
+import socket
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Self
+from urllib.parse import urlencode
+
+from control.docker.types import EngineError, EngineUnavailableError, NotFoundError
+
+# Most the engine sends in one piece is 32 KiB.
+_READ_BYTES: Final = 256 * 1024
+_MAX_ERROR_BYTES: Final = 64 * 1024
+
+
+class Stream:
+    """One open reply. `read` in one thread; `abort` from any other ends it. Use as a context manager."""
+
+    def __init__(
+        self,
+        socket_path: str,
+        method: str,
+        path: str,
+        query: Mapping[str, str],
+        *,
+        head_timeout_s: float,
+        body: tuple[Any, int] | None = None,
+    ) -> None:
+        """Send the request and wait for the reply's head. `body`: a file to send, and its length in bytes.
+
+        Raises NotFoundError, EngineUnavailableError, EngineError.
+        """
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._aborted = False
+        try:
+            self._socket.settimeout(head_timeout_s)
+            self._socket.connect(socket_path)
+            self._response = self._request(method, f"{path}?{urlencode(query)}", body)
+            self._socket.settimeout(None)
+        except (OSError, http.client.HTTPException) as error:
+            self._socket.close()
+            raise EngineUnavailableError(
+                f"The Docker engine at {socket_path} does not answer: {error}.", "Is it running?"
+            ) from error
+        except BaseException:
+            self._socket.close()
+            raise
+
+    def _request(self, method: str, target: str, body: tuple[Any, int] | None) -> http.client.HTTPResponse:
+        connection = http.client.HTTPConnection("docker")
+        connection.sock = self._socket
+        file, length = body or (None, 0)
+        headers = {"Content-Type": "application/x-tar", "Content-Length": str(length)} if body else {}
+        connection.request(method, target, body=file, headers=headers)
+        response = connection.getresponse()
+        if response.status >= 400:
+            raw = response.read(_MAX_ERROR_BYTES)
+            try:
+                message = str(json.loads(raw)["message"])
+            except (ValueError, KeyError, TypeError):
+                message = raw.decode(errors="replace")
+            raise (NotFoundError if response.status == 404 else EngineError)(f"The engine refused: {message}.")
+        return response
+
+    def read(self) -> bytes:
+        """Return the next bytes; empty at the end, and when aborted. Raises EngineUnavailableError."""
+        try:
+            return self._response.read1(_READ_BYTES)
+        except (OSError, ValueError, http.client.HTTPException) as error:
+            if self._aborted:
+                return b""
+            raise EngineUnavailableError(f"The engine broke off a stream: {error}.") from error
+
+    def abort(self) -> None:
+        """End the reading at once, from any thread."""
+        self._aborted = True
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._response.close()
+        self._socket.close()
