@@ -27,7 +27,7 @@ _FIELD: Final = rb"%b++:[ \t]*+[\t\x20-\x7e\x80-\xff]*+\r\n" % _TOKEN
 _match_head: Final = re.compile(rb"%b((?:%b)*+)\r\n" % (_LINE, _FIELD)).fullmatch
 _match_line: Final = re.compile(_LINE).fullmatch
 _match_method: Final = re.compile(rb"%b{1,%d}+(?: |\Z)" % (_TOKEN, MAX_METHOD_BYTES)).match
-_match_version: Final = re.compile(rb"[^ ]+ [^ ]+ HTTP/[0-9.]+\r\n").fullmatch
+_match_version: Final = re.compile(rb"[^ ]++ [\x21-\x7e\x80-\xff]++ HTTP/[0-9.]+\r\n").fullmatch
 _find_fields: Final = re.compile(rb"([^:]++):[ \t]*+([^\r]*+)\r\n").findall
 _match_length: Final = re.compile(rb"0|[1-9][0-9]{0,17}").fullmatch
 
