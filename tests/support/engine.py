@@ -1,6 +1,6 @@
 """A private Docker engine in network and mount namespaces of its own: nothing of the machine's is touched.
 
-A *holder* process owns the namespaces; the engine is started into them with nsenter. (`ip netns exec` would
+A *holder* process owns the namespaces, and takes everything down when we are killed; the engine is started into them with nsenter. (`ip netns exec` would
 remount /sys and hide the cgroups from the engine.) All bridges and firewall rules live in the holder's
 network namespace, all mounts in its mount namespace, so both vanish with the last process in it, however it
 died. In the mount namespace
@@ -10,9 +10,8 @@ died. In the mount namespace
   side (CVE-2024-29018): a sandbox that resolves nothing here resolves nothing anywhere.
 
 Images stay in the engine's data folder for the next run; containers, networks and volumes do not. Several
-engines can run side by side: each takes a numbered slot, held by a lock that dies with its process. What a
-killed run left behind in a slot is found by name (command lines, cgroup, loop devices) and removed when the
-slot is next taken.
+engines can run side by side: each takes a numbered slot, held by a lock that dies with its process. What is
+left in a slot all the same is found by name (command lines, cgroup, loop devices) and removed when the slot is next taken.
 """
 
 import contextlib
@@ -47,14 +46,21 @@ _SLOTS: Final = 16
 # Stopping containers that ignore SIGTERM takes the engine up to 15 s.
 _STOP_GRACE_S: Final = 30.0
 
+# $1: runtime folder, $2: name of the cgroup.
 _HOLD: Final = """
-set -eu
-mkdir -p /run/containerd
-mount -t tmpfs -o mode=0711 tmpfs /run/containerd
-mount --bind "$1/resolv.conf" /etc/resolv.conf
-ip link set lo up
-echo ready > "$1/held"
-exec sleep infinity
+set -u
+mkdir -p /run/containerd &&
+    mount -t tmpfs -o mode=0711 tmpfs /run/containerd &&
+    mount --bind "$1/resolv.conf" /etc/resolv.conf &&
+    ip link set lo up &&
+    echo ready > "$1/held" || exit 1
+# The end of input means that whoever started us is gone without having stopped us: it was killed.
+cat > /dev/null
+for daemon in dockerd containerd; do
+    pid=$(cat "$1/$daemon.pid") && kill "$pid" || continue
+    timeout 20 tail --pid="$pid" -f /dev/null || kill -9 "$pid"
+done
+find /sys/fs/cgroup -path "*/$2/*" -name cgroup.procs -exec cat {} + | sort -u | xargs -r kill -9
 """
 
 
@@ -91,15 +97,16 @@ class PrivateEngine:
             if shutil.which(command) is None:
                 raise EngineUnavailableError(f"{command} is not installed: run scripts/setup")
         ENGINES.mkdir(parents=True, exist_ok=True)
+        _RUNTIME.mkdir(exist_ok=True)
         for slot in range(_SLOTS):
-            lock = (ENGINES / f"{slot}.lock").open("wb")
+            lock = (_RUNTIME / f"{slot}.lock").open("wb")
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 lock.close()
                 continue
             return cls(slot, lock, live_restore=live_restore)
-        raise EngineUnavailableError(f"all {_SLOTS} engine slots under {ENGINES} are in use")
+        raise EngineUnavailableError(f"all {_SLOTS} engine slots under {_RUNTIME} are in use")
 
     @property
     def url(self) -> str:
@@ -191,13 +198,14 @@ class PrivateEngine:
             self._holder = spawn(
                 [
                     *("unshare", "--net", "--mount", "--propagation=slave", "--"),
-                    *("sh", "-c", _HOLD, "opificia-engine-holder", str(self._runtime)),
+                    *("sh", "-c", _HOLD, "opificia-engine-holder", str(self._runtime), self._cgroup),
                 ],
                 log=log,
-                death_signal="KILL",
+                stdin=subprocess.PIPE,
             )
         self._await("namespaces of the private engine", (self._runtime / "held").exists)
         self._containerd = self._spawn_inside("containerd", f"--config={self._runtime}/containerd.toml")
+        (self._runtime / "containerd.pid").write_text(f"{self._containerd.pid}\n")
         self._await("private containerd", self._containerd_socket.is_socket)
         self.start_daemon()
         self._empty()
@@ -278,7 +286,7 @@ level = "error"
                 stop(process, grace_s=_STOP_GRACE_S)
         if self._holder is not None:
             self._holder.kill()
-            self._holder.wait()
+            self._holder.communicate()
         self._daemon = self._containerd = self._holder = None
         self._clear_leftovers()
 
@@ -292,9 +300,7 @@ level = "error"
     def _is_ours(self, pid: int) -> bool:
         # The folder's name ends in a slash or the argument's end, so that slot 1 is not taken for slot 10.
         words = command_line(pid).replace("=", " ").replace("unix://", "").split()
-        names_folder = any(
-            word == str(self._runtime) or word.startswith(f"{self._runtime}/") for word in words
-        )
+        names_folder = any(word == str(self._runtime) or word.startswith(f"{self._runtime}/") for word in words)
         return names_folder or f"/{self._cgroup}/" in cgroups(pid)
 
 

@@ -27,7 +27,7 @@ _PURE_MODULES: Final = (
         "json",
     ),
     *("math", "operator", "re", "string", "struct", "textwrap", "tomllib", "types", "typing", "unicodedata"),
-    *("urllib.parse", "zlib", "idna", "msgspec", "orjson"),
+    *("http.HTTPStatus", "urllib.parse", "zlib", "idna", "msgspec", "orjson"),
 )
 # What reads, prints or waits without an import.
 _IMPURE_BUILTINS: Final = frozenset({"open", "print", "input", "breakpoint", "exec", "eval"})

@@ -1,4 +1,4 @@
-"""Find and end processes by what /proc says of them; start one that dies with its parent."""
+"""Start, await and end processes; find them by what /proc says of them."""
 
 import contextlib
 import os
@@ -41,23 +41,16 @@ def spawn(
     argv: Sequence[str],
     *,
     log: IO[bytes] | int,
+    stdin: int = subprocess.DEVNULL,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
-    death_signal: str = "TERM",
 ) -> subprocess.Popen[bytes]:
-    """Start `argv` with both outputs to `log`; it gets `death_signal` from the kernel when we are killed.
+    """Start `argv` with both outputs to `log`, in a session of its own.
 
-    The signal is bound to the thread that spawns: call from the main thread. The process gets a session of
-    its own, so that a Ctrl-C at the terminal reaches only us, and we stop it in order.
+    So a Ctrl-C at the terminal reaches only us, and we stop what we started in order.
     """
     return subprocess.Popen(
-        ["setpriv", f"--pdeathsig={death_signal}", *argv],
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=subprocess.STDOUT,
-        env=env,
-        cwd=cwd,
-        start_new_session=True,
+        argv, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=cwd, start_new_session=True
     )
 
 

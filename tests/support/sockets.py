@@ -91,9 +91,7 @@ class Client:
         if raw.family != socket.AF_UNIX:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
-    async def tunnel(
-        self, authority: str, credentials: tuple[str, str] | None = None, *, early: bytes = b""
-    ) -> Reply:
+    async def tunnel(self, authority: str, credentials: tuple[str, str] | None = None, *, early: bytes = b"") -> Reply:
         """Send a CONNECT head, `early` in the same segment, and return the reply."""
         head = f"CONNECT {authority} HTTP/1.1\r\nHost: {authority}\r\n"
         if credentials is not None:
@@ -114,9 +112,7 @@ class Client:
             head = await self.reader.readuntil(b"\r\n\r\n")
             status_line, *lines = head[:-4].decode("latin-1").split("\r\n")
             _, status, phrase = status_line.split(" ", 2)
-            headers = {
-                name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)
-            }
+            headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
             wanted = int(headers.get("content-length", "0")) if body or int(status) >= 300 else 0
             return Reply(int(status), phrase, headers, await self.reader.readexactly(wanted))
 
@@ -199,9 +195,7 @@ class Server:
         async with asyncio.timeout(PATIENCE_S), self._changed:
             await self._changed.wait_for(condition)
 
-    async def start(
-        self, *, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0
-    ) -> None:
+    async def start(self, *, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen."""
         self._server = await asyncio.start_server(self._accept, host, port, ssl=tls, backlog=1024)
 
