@@ -95,6 +95,9 @@ class AuditLog:
             self.lost += 1
             return
         self._written[session] = count + 1
+        if not host.isascii():
+            # JSON may hold U+2028, and some readers of lines end a line there.
+            host = host.encode("ascii", "backslashreplace").decode()
         line = (event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms)
         self._queue.append((session, time.time(), line))
         if not self._wake.is_set():

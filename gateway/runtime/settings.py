@@ -6,6 +6,7 @@ where the file has one, and what was expected.
 
 import re
 import tomllib
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_args, get_origin
@@ -115,24 +116,39 @@ class _Reader:
         before = len(self.problems)
         fields = {field.name: field for field in msgspec.structs.fields(kind)}
         values: dict[str, Any] = {}
+        bad: set[str] = set()
         for name in data.keys() - fields.keys():
             self._problem(self._join(path, name), f"is not a setting; known here: {', '.join(sorted(fields))}")
         for name, field in fields.items():
             if name in data:
-                values[name] = self._value(self._join(path, name), data[name], field.type)
+                count = len(self.problems)
+                value = self._value(self._join(path, name), data[name], field.type)
+                if len(self.problems) > count:
+                    bad.add(name)
+                else:
+                    values[name] = value
             elif field.required:
                 self._problem(self._join(path, name), "is missing")
-        if len(self.problems) > before:
-            return None
+        # Even beside a bad setting the good ones are checked, with the bad one at its default.
+        whole = all(name in values or not field.required for name, field in fields.items())
+        made = self._make(path, kind, values, bad, fields.keys()) if whole else None
+        return made if len(self.problems) == before else None
+
+    def _make(
+        self, path: str, kind: type[msgspec.Struct], values: dict[str, Any], bad: set[str], names: Collection[str]
+    ) -> msgspec.Struct | None:
         try:
             return kind(**values)
         except ValueError as error:
             # A struct that checks itself raises one ValueError, a line for each problem: "name: message".
             for line in str(error).splitlines():
                 name, separator, message = line.partition(": ")
-                if separator and name in fields:
+                if name in bad:
+                    continue
+                if separator and name in names:
                     self._problem(self._join(path, name), message)
-                else:
+                elif not bad:
+                    # About several settings together, so only worth saying when all of them could be read.
                     self._problem(path, line)
             return None
 

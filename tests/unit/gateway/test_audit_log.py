@@ -1,0 +1,105 @@
+"""The audit log: bounded, whole lines, one last line that says it is full, and none of it breakable by a name."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from gateway.access import AuditLog
+from gateway.core.verdict import DenyReason
+
+
+def write(log: AuditLog, host: str = "example.com", session: str = "s1") -> None:
+    log.write(session, "refuse", "connect", host, 443, "", DenyReason.HOST_NOT_LISTED, 1, 2, 3)
+
+
+def lines(directory: Path, session: str = "s1") -> list[dict[str, object]]:
+    return [json.loads(line) for line in (directory / f"{session}.log").read_text().splitlines()]
+
+
+def test_a_line_has_every_field(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path), 10)
+    write(log)
+    log.close()
+    (line,) = lines(tmp_path)
+    assert list(line) == [
+        "ts", "session", "event", "kind", "host", "port", "address", "reason", "bytes_up", "bytes_down", "ms",
+    ]  # fmt: skip
+    assert (line["session"], line["reason"], line["bytes_up"], line["ms"]) == ("s1", "host_not_listed", 1, 3)
+    assert str(line["ts"]).endswith("Z")
+
+
+def test_ends_at_its_limit_with_one_line_that_says_so(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path), 100)
+    for _ in range(5000):
+        write(log)
+    log.close()
+    written = lines(tmp_path)
+    assert len(written) == 101
+    assert written[-1]["event"] == "log_full"
+    assert written[-1]["max_lines"] == 100
+
+
+def test_a_million_refusals_queue_nothing_beyond_the_limit(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path), 10)
+    for _ in range(1_000_000):
+        write(log)
+    assert len(log._queue) <= 11
+    log.close()
+    assert len(lines(tmp_path)) == 11
+
+
+def test_the_limit_holds_across_restarts(tmp_path: Path) -> None:
+    for _ in range(3):
+        log = AuditLog(str(tmp_path), 100)
+        for _ in range(60):
+            write(log)
+        log.close()
+    assert len(lines(tmp_path)) == 101
+
+
+@pytest.mark.parametrize("host", ['a"\n{"event":"allow"}', "a\r\nb", "a\x00b", "x" * 100_000, "b\u2028c"])
+def test_no_host_breaks_a_line_or_makes_it_long(tmp_path: Path, host: str) -> None:
+    log = AuditLog(str(tmp_path), 10)
+    write(log, host)
+    log.close()
+    (line,) = lines(tmp_path)
+    assert str(line["host"]) == host.replace("\u2028", "\\u2028")[:260]
+    assert (tmp_path / "s1.log").stat().st_size < 2000
+
+
+def test_a_link_in_the_way_is_never_followed(tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    target.write_text("")
+    (tmp_path / "s1.log").symlink_to(target)
+    log = AuditLog(str(tmp_path), 10)
+    write(log)
+    log.close()
+    assert target.read_text() == ""
+    assert log.lost == 1
+
+
+def test_more_sessions_than_files_may_be_open_are_all_written(tmp_path: Path) -> None:
+    log = AuditLog(str(tmp_path), 10)
+    for number in range(200):
+        write(log, session=f"s{number}")
+        write(log, session="s0")
+    log.close()
+    assert len(list(tmp_path.iterdir())) == 200
+    assert len(lines(tmp_path, "s0")) == 11
+
+
+def test_a_full_disk_loses_lines_and_says_so_but_not_the_process(tmp_path: Path) -> None:
+    (tmp_path / "s1.log").symlink_to("/dev/full")
+    log = AuditLog(str(tmp_path), 10)
+    log._files["s1"] = type(log)._open.__globals__["_File"](os.open("/dev/full", os.O_WRONLY), 0)
+    write(log)
+    log.close()
+    assert log.lost == 1
+
+
+def test_without_a_directory_nothing_is_written() -> None:
+    log = AuditLog("", 10)
+    write(log)
+    log.close()

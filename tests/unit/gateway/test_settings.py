@@ -1,0 +1,89 @@
+"""Settings: every problem at once, each with its key and line."""
+
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from gateway.config import GatewayConfig, SessionsFile
+from gateway.runtime.settings import SettingsError, load, parse
+
+BAD_GATEWAY = """\
+[listen]
+sandbox = "nowhere"
+proxy_protocol = "yes"
+colour = "red"
+
+[egress]
+denied_networks = ["10.0.0.0/8", "10.0.0.1/8"]
+nameservers = ["dns.example"]
+
+[[egress.trusted]]
+hosts = ["*.mirror.example"]
+ports = [443]
+network = "10.20.0.0/16"
+
+[[egress.trusted]]
+hosts = ["bad host"]
+ports = [0]
+network = "x"
+
+[limits]
+egress_idle_ms = -1.5
+"""
+
+
+def problems_of(text: str, kind: type[msgspec.Struct]) -> list[str]:
+    with pytest.raises(SettingsError) as error:
+        parse(text, kind)
+    return [str(problem) for problem in error.value.problems]
+
+
+def test_reports_every_problem_with_key_and_line() -> None:
+    problems = problems_of(BAD_GATEWAY, GatewayConfig)
+    starts = [problem.split(": ")[:2] for problem in problems]
+    assert ["line 3", "listen.proxy_protocol"] in starts
+    assert ["line 4", "listen.colour"] in starts
+    assert ["line 7", "egress.denied_networks"] in starts
+    assert ["line 8", "egress.nameservers"] in starts
+    assert ["line 16", "egress.trusted[1].hosts"] in starts
+    assert ["line 17", "egress.trusted[1].ports"] in starts
+    assert ["line 18", "egress.trusted[1].network"] in starts
+    assert ["line 21", "limits.egress_idle_ms"] in starts
+
+
+def test_a_setting_that_checks_itself_is_reported_beside_the_others() -> None:
+    problems = problems_of('[listen]\nsandbox = "nowhere"\nmetrics = "x"\n', GatewayConfig)
+    assert [problem.split(": ")[1] for problem in problems] == ["listen.sandbox", "listen.metrics"]
+
+
+def test_a_gateway_that_could_never_let_anyone_in_is_refused() -> None:
+    assert "neither [sessions] file nor [listen] contract" in problems_of("", GatewayConfig)[0]
+
+
+def test_sessions_report_every_problem() -> None:
+    text = '[[session]]\nid = "A"\n\n[[session]]\nid = "b"\ntoken = "t"\nallow = ["*"]\nnetwork = "wide"\n'
+    problems = problems_of(text, SessionsFile)
+    assert {tuple(problem.split(": ")[:2]) for problem in problems} == {
+        ("line 2", "session[0].id"),
+        ("line 1", "session[0].token"),
+        ("line 7", "session[1].allow"),
+        ("line 8", "session[1].network"),
+    }
+
+
+def test_what_is_missing_is_named() -> None:
+    assert problems_of("[[session]]\n", SessionsFile) == ["line 1: session[0].id: is missing"]
+
+
+@pytest.mark.parametrize("text", ["[listen", "a = = 1", "[listen]\n[listen]\n"])
+def test_what_is_not_toml_is_one_problem(text: str) -> None:
+    assert "is not TOML" in problems_of(text, GatewayConfig)[0]
+
+
+def test_a_file_that_is_missing_or_not_text_is_one_problem(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="cannot be read: No such file"):
+        load(tmp_path / "none.toml", GatewayConfig)
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(SettingsError, match="is not UTF-8: byte 0"):
+        load(tmp_path / "bytes.toml", GatewayConfig)
