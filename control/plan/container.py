@@ -25,6 +25,10 @@ LABEL_POLICY: Final = "opificia.policy"
 LABEL_RUNNER: Final = "opificia.runner"
 
 ROLE_SANDBOX: Final = "sandbox"
+ROLE_FORWARDER: Final = "forwarder"
+ROLE_VOLUMES: Final = "volumes"
+ROLE_FIREWALL: Final = "firewall"
+ROLE_OUT: Final = "out"
 
 RUNNER_PATH: Final = "/opificia/runner.pyz"
 CA_PATH: Final = "/opificia/ca.crt"

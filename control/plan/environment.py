@@ -11,9 +11,9 @@ def sandbox_environment(
     run: str,
     token: str,
     network: NetworkSettings,
+    extra: Mapping[str, str],
     *,
     ca_bundle: bool,
-    extra: Mapping[str, str],
 ) -> dict[str, str]:
     """Return what a sandbox finds in its environment. The names are an interface (DESIGN: files and interfaces).
 
