@@ -171,7 +171,7 @@ class GatewayConfig(_Strict, frozen=True):
 
     def problems(self) -> list[str]:
         if not self.sessions.file and not self.listen.contract:
-            return ["sessions: neither [sessions] file nor [listen] contract is set, so nobody could ever be let in"]
+            return ["neither [sessions] file nor [listen] contract is set, so nobody could ever be let in"]
         return []
 
 
