@@ -292,7 +292,7 @@ level = "error"
 
     def _clear_leftovers(self) -> None:
         kill_all(pid for pid in all_pids() if self._is_ours(pid))
-        _detach_loop_devices(self._data)
+        _detach_loop_devices(self._data / "docker" / "volumes")
         for hierarchy in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")):
             _remove_cgroup(hierarchy / self._cgroup)
         shutil.rmtree(self._runtime, ignore_errors=True)
@@ -304,21 +304,26 @@ level = "error"
         return names_folder or f"/{self._cgroup}/" in cgroups(pid)
 
 
-def _detach_loop_devices(folder: Path) -> None:
-    """Detach loop devices whose backing file lies under `folder`;
+def _detach_loop_devices(volumes: Path) -> None:
+    """Detach loop devices whose backing file lies in `volumes`; else its disk space is never given back.
 
-    else their disk space is never given back.
+    By inode: the path that the kernel shows is the one inside the container that set the device up.
     """
-    listing = subprocess.run(
-        ["losetup", "--list", "--json", "--output", "NAME,BACK-FILE"],
-        check=True,
-        capture_output=True,
-        text=True,
-    ).stdout
-    # Without any loop device losetup prints nothing at all.
-    for device in json.loads(listing or '{"loopdevices": []}')["loopdevices"]:
-        if (device["back-file"] or "").startswith(f"{folder}/"):
-            subprocess.run(["losetup", "--detach", device["name"]], check=False)
+    backing = {(entry.stat().st_dev, entry.stat().st_ino) for entry in volumes.glob("*/_data/*") if entry.is_file()}
+    for device in Path("/sys/block").glob("loop*"):
+        status = subprocess.run(
+            ["losetup", "--noheadings", "--output", "BACK-MAJ:MIN,BACK-INO", f"/dev/{device.name}"],
+            capture_output=True,
+            text=True,
+        ).stdout.split()
+        if not status:
+            continue  # nothing is attached
+        major, _, minor = status[0].partition(":")
+        if (os.makedev(int(major), int(minor)), int(status[1])) in backing:
+            subprocess.run(["losetup", "--detach", f"/dev/{device.name}"], check=False)
+            for link in Path("/dev/opificia").glob("*"):
+                if link.is_symlink() and link.readlink() == Path(f"/dev/{device.name}"):
+                    link.unlink()
 
 
 def _remove_cgroup(path: Path) -> None:
