@@ -51,12 +51,13 @@ IPV4_TABLE: Final[tuple[tuple[str, AddressClass | None], ...]] = (
     # are anycast to the nearest NAT and relay, which is this network's own equipment, so they stay refused
     # with the rest.
     ("192.0.0.0/24", AddressClass("ietf_protocol_assignments", "RFC 6890 §2.1")),
-    ("192.0.2.0/24", AddressClass("documentation", "RFC 5737")),
+    # Labs and closed networks use the documentation blocks inside; an operator may open them by name as any private one.
+    ("192.0.2.0/24", _openable("documentation", "RFC 5737")),
     ("192.88.99.0/24", AddressClass("6to4_relay_anycast", "RFC 7526")),
     ("192.168.0.0/16", _PRIVATE),
     ("198.18.0.0/15", _openable("benchmarking", "RFC 2544")),
-    ("198.51.100.0/24", AddressClass("documentation", "RFC 5737")),
-    ("203.0.113.0/24", AddressClass("documentation", "RFC 5737")),
+    ("198.51.100.0/24", _openable("documentation", "RFC 5737")),
+    ("203.0.113.0/24", _openable("documentation", "RFC 5737")),
     ("240.0.0.0/4", _openable("reserved", "RFC 1112 §4")),  # networks that ran out of RFC 1918 use it inside
     ("255.255.255.255/32", AddressClass("limited_broadcast", "RFC 919 §7")),
     # IANA IPv4 Multicast Address Space Registry
@@ -96,9 +97,9 @@ IPV6_TABLE: Final[tuple[tuple[str, AddressClass | None], ...]] = (
     ("2001:10::/28", AddressClass("orchid", "RFC 4843")),
     ("2001:20::/28", None),  # ORCHIDv2, RFC 7343
     ("2001:30::/28", None),  # drone remote id, RFC 9374
-    ("2001:db8::/32", AddressClass("documentation", "RFC 3849")),
+    ("2001:db8::/32", _openable("documentation", "RFC 3849")),
     ("2002::/16", AddressClass(_EMBEDDED, "RFC 3056 (6to4)")),
-    ("3fff::/20", AddressClass("documentation", "RFC 9637")),
+    ("3fff::/20", _openable("documentation", "RFC 9637")),
     ("5f00::/16", AddressClass("segment_routing", "RFC 9602")),
     ("fc00::/7", _openable("unique_local", "RFC 4193")),
     ("fe80::/10", AddressClass("link_local", "RFC 4291 §2.5.6")),

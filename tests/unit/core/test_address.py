@@ -182,6 +182,7 @@ def test_link_local_metadata_and_transition_addresses_can_never_be_opened() -> N
     openable = {entry.name for _, entry in (*IPV4_TABLE, *IPV6_TABLE) if entry is not None and entry.openable}
     assert openable == {
         "benchmarking",
+        "documentation",
         "private_use",
         "reserved",
         "shared_address_space",
