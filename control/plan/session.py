@@ -84,6 +84,10 @@ class Exit(msgspec.Struct, frozen=True):
     error: str = ""
 
 
+def _null() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
 class LaunchRequested(msgspec.Struct, frozen=True, tag="launch_requested"):
     """The caller wants it to run; it waits for room."""
 
@@ -165,7 +169,7 @@ class ToolCalled(msgspec.Struct, frozen=True, tag="tool_called"):
     seq: int
     call: str
     name: str
-    arguments: msgspec.Raw = msgspec.Raw(b"null")
+    arguments: msgspec.Raw = msgspec.field(default_factory=_null)
 
 
 class ToolReturned(msgspec.Struct, frozen=True, tag="tool_returned"):
@@ -174,7 +178,7 @@ class ToolReturned(msgspec.Struct, frozen=True, tag="tool_returned"):
     seq: int
     call: str
     ok: bool
-    content: msgspec.Raw = msgspec.Raw(b"null")
+    content: msgspec.Raw = msgspec.field(default_factory=_null)
 
 
 Event = (

@@ -23,6 +23,10 @@ Text = Annotated[str, Meta(max_length=8_192)]
 Milliseconds = Annotated[int, Meta(ge=0, le=2**53)]
 
 
+def _null() -> msgspec.Raw:
+    return msgspec.Raw(b"null")
+
+
 class Encoding(enum.StrEnum):
     """How `data` stands in a JSON string: as it is, or in base64 when it is not UTF-8."""
 
@@ -74,7 +78,7 @@ class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
     seq: Sequence
     call: Name
     name: Name
-    arguments: msgspec.Raw = msgspec.Raw(b"null")
+    arguments: msgspec.Raw = msgspec.field(default_factory=_null)
 
 
 class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
@@ -83,7 +87,7 @@ class ToolResult(msgspec.Struct, frozen=True, tag="tool_result"):
     seq: Sequence
     call: Name
     ok: bool = True
-    content: msgspec.Raw = msgspec.Raw(b"null")
+    content: msgspec.Raw = msgspec.field(default_factory=_null)
 
 
 class Completed(msgspec.Struct, frozen=True, tag="completed"):

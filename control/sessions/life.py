@@ -15,7 +15,8 @@ from typing import Any, Final, TypeVar
 
 from control.docker.types import ContainerExit, EngineError, NotFoundError, OutLimits
 from control.link import GatewayLink, GatewayUnavailableError, GrantRefusedError
-from control.plan.container import ContainerPlan, SandboxPlan, SandboxSettings, sandbox_environment
+from control.plan.container import ContainerPlan, SandboxPlan, SandboxSettings
+from control.plan.environment import sandbox_environment
 from control.plan.grants import grant_for, policy_digest
 from control.plan.network import NetworkSettings
 from control.plan.session import (

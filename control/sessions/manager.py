@@ -77,6 +77,11 @@ class SessionManager:
         self._group: asyncio.TaskGroup | None = None
         self._ready = asyncio.Event()
 
+    @property
+    def in_limit(self) -> int:
+        """Bytes that a session's input may take."""
+        return self._services.limits.in_bytes
+
     # What callers ask.
 
     async def create(self, spec: SandboxSpec, key: str = "", digest: str = "") -> StoredSession:
@@ -188,6 +193,15 @@ class SessionManager:
     def record(self, session: str) -> Record | None:
         """Return the live record of a session, None when it has ended."""
         return self._records.get(session)
+
+    def records(self) -> list[Record]:
+        """Return all sessions that are not cleaned up yet."""
+        return list(self._records.values())
+
+    @property
+    def addresses_held(self) -> int:
+        """How many sandbox addresses may still be granted."""
+        return len(self._addresses)
 
     def folder(self, session: str) -> Path:
         """Return the folder of a session that exists."""

@@ -53,9 +53,9 @@ class Signal:
         self._event.set()
         self._event = asyncio.Event()
 
-    async def wait(self) -> None:
-        """Return at the next raise."""
-        await self._event.wait()
+    def ticket(self) -> asyncio.Event:
+        """Return what is set at the next raise. Taken before looking, so that nothing that comes meanwhile is missed."""
+        return self._event
 
 
 class Record:

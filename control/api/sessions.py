@@ -1,0 +1,127 @@
+"""Handlers of the API that create, show and end sessions."""
+
+import secrets
+from pathlib import Path
+from typing import Final, TypeVar
+
+import msgspec
+from aiohttp import web
+
+from control.api.problems import ProblemError
+from control.api.types import SessionPage, SessionView, StopRequest, session_view
+from control.db.store import StoredSession, request_digest
+from control.plan.session import SessionState
+from control.sessions.manager import SessionManager
+from control.spec import SandboxSpec
+from gateway.contract.ids import is_session_id
+
+MAX_PAGE: Final = 500
+DEFAULT_PAGE: Final = 100
+_UPLOAD_CHUNK: Final = 256 * 1024
+
+Body = TypeVar("Body")
+
+
+def json_response(value: object, status: int = 200) -> web.Response:
+    """Return a value as JSON."""
+    return web.Response(status=status, body=msgspec.json.encode(value), content_type="application/json")
+
+
+async def read_body(request: web.Request, kind: type[Body]) -> Body:
+    """Read the request's JSON body as a `kind`. Raises ProblemError."""
+    raw = await request.read()
+    try:
+        return msgspec.json.decode(raw or b"{}", type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ProblemError(422, "invalid_body", f"the body is not what is expected: {error}") from error
+
+
+def session_id(request: web.Request) -> str:
+    """Return the session named by the path. Raises ProblemError."""
+    session = request.match_info["session"]
+    if not is_session_id(session):
+        raise ProblemError(404, "no_such_session", "a session id is 1 to 64 of a-z, 0-9 and '-'")
+    return session
+
+
+def query_int(request: web.Request, name: str, default: int, least: int, most: int) -> int:
+    """Return a number from the query string. Raises ProblemError."""
+    text = request.query.get(name, "")
+    if not text:
+        return default
+    if not (text.isascii() and text.isdigit() and least <= int(text[:20]) <= most):
+        raise ProblemError(422, "invalid_query", f"{name} must be a number from {least} to {most}")
+    return int(text)
+
+
+class SessionHandlers:
+    """Create, launch, list, get, stop."""
+
+    def __init__(self, manager: SessionManager) -> None:
+        self._manager = manager
+
+    def view(self, stored: StoredSession) -> SessionView:
+        """Return a session as the API shows it."""
+        live = self._manager.record(stored.id) is not None
+        return session_view(
+            stored,
+            self._manager.admission.position(stored.id),
+            self._manager.used(stored.id) if live else None,
+        )
+
+    async def create(self, request: web.Request) -> web.Response:
+        """POST /v1/sessions"""
+        key = request.headers.get("Idempotency-Key", "")
+        if len(key) > 255:
+            raise ProblemError(422, "invalid_key", "an Idempotency-Key has at most 255 characters")
+        spec = await read_body(request, SandboxSpec)
+        stored = await self._manager.create(spec, key, request_digest(await request.read()))
+        return json_response(self.view(stored), 201)
+
+    async def put_input(self, request: web.Request) -> web.Response:
+        """PUT /v1/sessions/{session}/in"""
+        session = session_id(request)
+        await self._manager.get(session)
+        archive = self._manager.folder(session) / f"in-{secrets.token_hex(8)}.tar"
+        try:
+            await self._receive(request, archive)
+            await self._manager.unpack_input(session, archive)
+        finally:
+            archive.unlink(missing_ok=True)
+        return json_response(self.view(await self._manager.get(session)))
+
+    async def _receive(self, request: web.Request, archive: Path) -> None:
+        limit = self._manager.in_limit
+        taken = 0
+        with archive.open("xb", buffering=0) as file:
+            async for chunk in request.content.iter_chunked(_UPLOAD_CHUNK):
+                taken += len(chunk)
+                if taken > limit:
+                    raise ProblemError(413, "input_too_large", f"the input is larger than {limit} bytes")
+                file.write(chunk)
+
+    async def launch(self, request: web.Request) -> web.Response:
+        """POST /v1/sessions/{session}/launch"""
+        return json_response(self.view(await self._manager.launch(session_id(request))), 202)
+
+    async def stop(self, request: web.Request) -> web.Response:
+        """POST /v1/sessions/{session}/stop"""
+        wanted = await read_body(request, StopRequest)
+        return json_response(self.view(await self._manager.stop(session_id(request), wanted.grace_ms)), 202)
+
+    async def get(self, request: web.Request) -> web.Response:
+        """GET /v1/sessions/{session}"""
+        return json_response(self.view(await self._manager.get(session_id(request))))
+
+    async def page(self, request: web.Request) -> web.Response:
+        """GET /v1/sessions"""
+        try:
+            states = [SessionState(state) for state in request.query.getall("state", [])]
+        except ValueError as error:
+            known = ", ".join(SessionState)
+            raise ProblemError(422, "invalid_query", f"state must be one of {known}") from error
+        limit = query_int(request, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
+        before = query_int(request, "cursor", 0, 1, 2**62) or None
+        found = await self._manager.page(states, before, limit)
+        cursor = str(found[-1].position) if len(found) == limit else None
+        return json_response(SessionPage(tuple(self.view(each) for each in found), cursor))

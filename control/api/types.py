@@ -1,0 +1,166 @@
+"""What the API takes and gives, as msgspec types; the OpenAPI document is made from them. Times are RFC 3339 in UTC."""
+
+from datetime import UTC, datetime
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from control.db.store import StoredSession
+from control.plan.session import Event, Reason, SessionState
+from control.runner.messages import Encoding, Stream
+from gateway.contract.policy import NetworkLevel, Usage
+
+
+class SessionView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A session. `exit_code` is the container's; `queue_position` counts from 1 while it waits for room."""
+
+    id: str
+    run_id: str
+    state: SessionState
+    image: str
+    network: NetworkLevel
+    command: tuple[str, ...]
+    memory_bytes: int
+    cpus: float
+    created_at: str
+    reason: Reason | None = None
+    message: str = ""
+    ending: Reason | None = None
+    queue_position: int | None = None
+    runner_connected: bool = False
+    launched_at: str | None = None
+    connected_at: str | None = None
+    running_at: str | None = None
+    ended_at: str | None = None
+    exit_code: int | None = None
+    oom_killed: bool = False
+    image_id: str = ""
+    usage: Usage | None = None
+
+
+class SessionPage(msgspec.Struct, frozen=True):
+    """Sessions from the newest to the oldest. `next`: the cursor of the page after this one, None at the end."""
+
+    sessions: tuple[SessionView, ...]
+    next: str | None = None
+
+
+class StopRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """How to stop: the grace between SIGTERM and SIGKILL, the operator's default if not given."""
+
+    grace_ms: Annotated[int, Meta(ge=0, le=600_000)] | None = None
+
+
+class RunRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A command for a connected session. `timeout_ms` 0: none."""
+
+    argv: tuple[str, ...]
+    cwd: str = "/work"
+    env: dict[str, str] = {}
+    stdin: str = ""
+    stdin_encoding: Encoding = Encoding.UTF8
+    timeout_ms: Annotated[int, Meta(ge=0, le=2**53)] = 0
+
+
+class RunOutput(msgspec.Struct, frozen=True, tag="output"):
+    """A line of a run's answer: a piece of output."""
+
+    stream: Stream
+    data: str
+    encoding: Encoding = Encoding.UTF8
+
+
+class RunCompleted(msgspec.Struct, frozen=True, tag="completed"):
+    """The last line of a run's answer: its end, as the runner reports it."""
+
+    exit_code: int
+    timed_out: bool = False
+    error: str = ""
+
+
+class RunBroken(msgspec.Struct, frozen=True, tag="broken"):
+    """The last line of a run's answer when there will be no end: the session is over, or the reader was too slow."""
+
+    message: str
+
+
+RunLine = RunOutput | RunCompleted | RunBroken
+
+
+class EventView(msgspec.Struct, frozen=True):
+    """One event of a session. `event` is tagged by `type`."""
+
+    number: int
+    at: str
+    event: Event
+
+
+class LogLine(msgspec.Struct, frozen=True):
+    """A piece of output in the merged log. `at`: when control received it."""
+
+    at: str
+    stream: Stream
+    data: str
+    encoding: Encoding = Encoding.UTF8
+
+
+class Health(msgspec.Struct, frozen=True):
+    """`status` is `ok`, or `degraded` when one of the parts is not; then `problems` says what and what to do."""
+
+    status: str
+    version: str
+    host_id: str
+    problems: tuple[str, ...] = ()
+    running: int = 0
+    waiting: int = 0
+
+
+class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """An error, as RFC 9457 describes it; `reason` is for programs, `problems` for several at once."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    reason: str
+    problems: tuple[str, ...] = ()
+    remedy: str = ""
+
+
+def rfc3339(at_ms: int) -> str:
+    """Return milliseconds since the epoch as RFC 3339 in UTC."""
+    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+
+
+def _optional_time(at_ms: int | None) -> str | None:
+    return None if at_ms is None else rfc3339(at_ms)
+
+
+def session_view(stored: StoredSession, queue_position: int | None = None, usage: Usage | None = None) -> SessionView:
+    """Return a session as the API shows it. Its environment and token stay inside."""
+    life, spec = stored.life, stored.spec
+    return SessionView(
+        id=stored.id,
+        run_id=stored.run_id,
+        state=life.state,
+        image=spec.image,
+        network=spec.network,
+        command=spec.command,
+        memory_bytes=stored.memory_bytes,
+        cpus=stored.cpus,
+        created_at=rfc3339(stored.created_at),
+        reason=life.reason,
+        message=life.message,
+        ending=life.ending,
+        queue_position=queue_position,
+        runner_connected=life.connected,
+        launched_at=_optional_time(life.launched_at),
+        connected_at=_optional_time(life.connected_at),
+        running_at=_optional_time(life.running_at),
+        ended_at=_optional_time(life.ended_at),
+        exit_code=None if life.exit is None else life.exit.code,
+        oom_killed=life.exit is not None and life.exit.oom_killed,
+        image_id=life.image_id,
+        usage=usage,
+    )

@@ -1,0 +1,267 @@
+"""The control daemon: puts its parts together, starts them in order, and stops them so that nothing is lost.
+
+Order: store, engine, host, then gateway link, runner socket, sessions, API. On stop the API goes first; sandboxes and
+grants stay, and the next start takes them up again.
+"""
+
+import asyncio
+import logging
+import secrets
+import signal
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Final
+
+from aiohttp import web
+
+from control import VERSION
+from control.api.server import api_application
+from control.api.types import Health
+from control.config import ControlConfig, unix_path
+from control.db.store import Store, StoreUnavailableError
+from control.docker.types import EngineError
+from control.link import GatewayLink, UsageBook
+from control.metrics import Figures, registry
+from control.plan.admission import Admission
+from control.plan.container import ContainerPlan, SandboxPlan, default_seccomp_profile, sandbox_container
+from control.runner import client as reference_runner
+from control.runner.server import RunnerServer
+from control.sessions.engine import Engine
+from control.sessions.life import Services
+from control.sessions.manager import SessionManager
+from control.sessions.record import Recorder
+from gateway.runtime.addresses import ListenError, listen, parse_address
+from gateway.runtime.notify import notify
+
+log = logging.getLogger(__name__)
+
+# How long an answer about the host stands before it is checked again at the next launch.
+HOST_CHECK_S: Final = 5.0
+# Streams of the API that still run when the daemon stops.
+API_SHUTDOWN_S: Final = 2.0
+
+
+class StartError(Exception):
+    """The daemon cannot start; the message is one sentence with the remedy."""
+
+
+class HostWatch:
+    """Knows whether the host is ready for sandboxes: asks at most every few seconds."""
+
+    def __init__(self, verify: Callable[[], Awaitable[list[str]]]) -> None:
+        self._verify = verify
+        self._lock = asyncio.Lock()
+        self._problems: list[str] = []
+        self._until = 0.0
+
+    async def problems(self) -> list[str]:
+        """Return what is wrong with the host, one sentence each. An engine that does not answer is such a problem."""
+        async with self._lock:
+            now = asyncio.get_running_loop().time()
+            if now >= self._until:
+                try:
+                    self._problems = await self._verify()
+                except EngineError as error:
+                    self._problems = [str(error)]
+                self._until = now + HOST_CHECK_S
+            return self._problems
+
+
+def host_id(data: Path) -> str:
+    """Return the id by which containers of this installation are known, made at the first start. Raises StartError."""
+    path = data / "host-id"
+    try:
+        if not path.exists():
+            temporary = path.with_suffix(".new")
+            temporary.write_text(secrets.token_hex(8) + "\n")
+            temporary.rename(path)
+        return path.read_text().strip()
+    except OSError as error:
+        raise StartError(f"{path} cannot be read or made: {error.strerror}; check [paths] data and its owner") from error
+
+
+class Control:
+    """One control daemon. `verify` says what is wrong with the host."""
+
+    def __init__(
+        self, config: ControlConfig, engine: Engine, identity: str, verify: Callable[[], Awaitable[list[str]]]
+    ) -> None:
+        self.config: Final = config
+        self._engine = engine
+        self._identity = identity
+        self._host = HostWatch(verify)
+        self.store: Final = Store(config.store.url)
+        self.recorder: Final = Recorder(self.store)
+        self.link: Final = GatewayLink(unix_path(config.gateway.contract), UsageBook())
+        self._tasks: list[asyncio.Task[None]] = []
+
+    async def failed(self) -> None:
+        """Return never; raise when a part of the daemon fails that it cannot go on without."""
+        await asyncio.wait(self._tasks, return_when=asyncio.FIRST_COMPLETED)
+        _raise_first(self._tasks)
+
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[SessionManager]:
+        """Run the daemon while the context is open. Raises StartError when it cannot start."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self.store.close)
+            manager = await self._prepare()
+            stack.push_async_callback(self.recorder.close)
+            tasks = self._tasks = await stack.enter_async_context(_background())
+            runners = RunnerServer(manager.channel_of, self.config.limits.runner_frame_bytes)
+            # Before the sessions: a runner that outlived the last process is waiting at the door.
+            await stack.enter_async_context(_site(runners.application(), self.config.listen.runner, 0.1))
+            for work in (self.recorder.run(), self.link.run(), manager.run()):
+                tasks.append(asyncio.create_task(work))
+            ready = asyncio.create_task(manager.ready())
+            await asyncio.wait([ready, *tasks], return_when=asyncio.FIRST_COMPLETED)
+            _raise_first(tasks)
+            await self._open_api(stack, manager)
+            notify("READY=1")
+            try:
+                yield manager
+            finally:
+                notify("STOPPING=1")
+
+    async def _prepare(self) -> SessionManager:
+        config = self.config
+        try:
+            await self.store.migrate()
+        except StoreUnavailableError as error:
+            raise StartError(f"{error}; check [store] url and that the database runs") from error
+        try:
+            engine = await self._engine.ping()
+        except EngineError as error:
+            raise StartError(str(error)) from error
+        for warning in engine.warnings:
+            log.warning("the engine: %s", warning)
+        for problem in await self._host.problems():
+            log.warning("no session can be launched: %s", problem)
+        capacity = config.capacity(engine.memory_bytes, engine.cpus)
+        profile = config.sandbox.seccomp_profile
+        seccomp = Path(profile).read_text() if profile else default_seccomp_profile()
+
+        def container_plan(plan: SandboxPlan) -> ContainerPlan:
+            return sandbox_container(plan, config.sandbox, config.network, config.limits, self._identity, seccomp)
+
+        services = Services(
+            recorder=self.recorder,
+            engine=self._engine,
+            link=self.link,
+            limits=config.limits,
+            sandbox=config.sandbox,
+            network=config.network,
+            runner_path=Path(reference_runner.__file__),
+            container_plan=container_plan,
+            host_problems=self._host.problems,
+        )
+        manager = SessionManager(
+            services, self.store, Admission(capacity), config.bounds(capacity), config.data / "sessions"
+        )
+        try:
+            await manager.start()
+        except StoreUnavailableError as error:
+            raise StartError(f"{error}; check [store] url and that the database runs") from error
+        return manager
+
+    async def _open_api(self, stack: AsyncExitStack, manager: SessionManager) -> None:
+        config = self.config
+
+        def figures() -> Figures:
+            records = manager.records()
+            return Figures(
+                live_by_state=dict(Counter(record.life.state.value for record in records)),
+                waiting=len(manager.admission.positions()),
+                admitted=manager.admission.admitted,
+                addresses_held=manager.addresses_held,
+                gateway_connected=self.link.connected,
+                sessions_behind=self.recorder.behind(),
+            )
+
+        async def health() -> Health:
+            return await self._health(manager)
+
+        def application(bearer: str = "") -> web.Application:
+            return api_application(manager, health, registry(figures), Path(config.paths.egress_logs), bearer)
+
+        await stack.enter_async_context(_site(application(), config.listen.api, API_SHUTDOWN_S))
+        if config.listen.tcp:
+            try:
+                token = Path(config.listen.token_file).read_text().strip()
+            except OSError as error:
+                raise StartError(f"{config.listen.token_file} cannot be read: {error.strerror}") from error
+            if len(token) < 32:
+                raise StartError(f"{config.listen.token_file} must hold a token of at least 32 characters")
+            await stack.enter_async_context(_site(application(token), config.listen.tcp, API_SHUTDOWN_S))
+
+    async def _health(self, manager: SessionManager) -> Health:
+        problems = list(await self._host.problems())
+        if not self.link.connected:
+            problems.append("the gateway is not connected; check opificia-gateway")
+        try:
+            await self.store.ping()
+        except StoreUnavailableError as error:
+            problems.append(f"{error}; check the database")
+        return Health(
+            status="degraded" if problems else "ok",
+            version=VERSION,
+            host_id=self._identity,
+            problems=tuple(problems),
+            running=manager.admission.admitted,
+            waiting=len(manager.admission.positions()),
+        )
+
+
+@asynccontextmanager
+async def _background() -> AsyncIterator[list[asyncio.Task[None]]]:
+    """Tasks that end with the context."""
+    tasks: list[asyncio.Task[None]] = []
+    try:
+        yield tasks
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _raise_first(tasks: list[asyncio.Task[None]]) -> None:
+    for task in tasks:
+        if task.done():
+            task.result()
+
+
+@asynccontextmanager
+async def _site(app: web.Application, address: str, shutdown_s: float) -> AsyncIterator[None]:
+    try:
+        listening = listen(parse_address(address))
+    except ListenError as error:
+        raise StartError(str(error)) from error
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s)
+    await runner.setup()
+    try:
+        await web.SockSite(runner, listening).start()
+        yield
+    finally:
+        await runner.cleanup()
+        listening.close()
+
+
+async def serve(control: Control) -> None:
+    """Run the daemon until SIGTERM or SIGINT. Raises StartError."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    async with control.running():
+        log.info("ready on %s", control.config.listen.api)
+        stopping = asyncio.create_task(stop.wait())
+        failing = asyncio.create_task(control.failed())
+        await asyncio.wait([stopping, failing], return_when=asyncio.FIRST_COMPLETED)
+        for task in (stopping, failing):
+            task.cancel()
+        await asyncio.gather(stopping, return_exceptions=True)
+        if failing.done() and not failing.cancelled():
+            failing.result()
+        log.info("stopping; sandboxes stay as they are")

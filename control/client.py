@@ -1,0 +1,240 @@
+"""Asynchronous client of the control API, for the CLI and for programs.
+
+    async with ControlClient("unix:/run/opificia/api/control.sock") as control:
+        session = await control.create(SandboxSpec(image="opificia-sandbox:latest", command=("id",)))
+        await control.launch(session.id)
+"""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import Any, BinaryIO, Final, Self, TypeVar
+from urllib.parse import quote
+
+import aiohttp
+import msgspec
+
+from control.api.types import (
+    EventView,
+    Health,
+    LogLine,
+    Problem,
+    RunLine,
+    RunRequest,
+    SessionPage,
+    SessionView,
+)
+from control.plan.session import SessionState
+from control.spec import SandboxSpec
+
+DEFAULT_ADDRESS: Final = "unix:/run/opificia/api/control.sock"
+# A line of output is at most a frame of the runner.
+_MAX_LINE_BYTES: Final = 8 * 1024 * 1024
+_CONNECT_S: Final = 10.0
+_ANSWER_S: Final = 60.0
+
+T = TypeVar("T")
+
+
+class ControlError(Exception):
+    """The API refused; `problem` is its answer."""
+
+    def __init__(self, problem: Problem) -> None:
+        super().__init__("; ".join((problem.detail, *problem.problems)))
+        self.problem = problem
+
+
+class ControlUnavailableError(Exception):
+    """There is no API at the address, or its connection broke."""
+
+
+class ControlClient:
+    """The API as typed calls. All raise ControlError and ControlUnavailableError."""
+
+    def __init__(self, address: str = DEFAULT_ADDRESS, token: str = "") -> None:
+        """Take `unix:/path`, or `http://host:port` with a bearer token."""
+        self._address = address
+        self._token = token
+        self._http: aiohttp.ClientSession | None = None
+
+    async def __aenter__(self) -> Self:
+        unix = self._address.removeprefix("unix:") if self._address.startswith("unix:") else ""
+        connector = aiohttp.UnixConnector(unix) if unix else aiohttp.TCPConnector()
+        self._http = aiohttp.ClientSession(
+            "http://control" if unix else self._address,
+            connector=connector,
+            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
+            # Streams last as long as sessions do.
+            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
+            read_bufsize=_MAX_LINE_BYTES,
+        )
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._http is not None:
+            await self._http.close()
+
+    async def create(self, spec: SandboxSpec, idempotency_key: str = "") -> SessionView:
+        """Make a session. The same key and spec make one session, however often they are sent."""
+        headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
+        return await self._call("POST", "/v1/sessions", SessionView, body=spec, headers=headers)
+
+    async def put_input(self, session: str, archive: BinaryIO) -> SessionView:
+        """Upload a tar that becomes /in."""
+        async with self._request("PUT", f"{_path(session)}/in", data=archive) as answer:
+            return msgspec.json.decode(await answer.read(), type=SessionView)
+
+    async def launch(self, session: str) -> SessionView:
+        """Queue a session for its start."""
+        return await self._call("POST", f"{_path(session)}/launch", SessionView)
+
+    async def get(self, session: str) -> SessionView:
+        """Return one session."""
+        return await self._call("GET", _path(session), SessionView)
+
+    async def list(
+        self, states: Sequence[SessionState] = (), limit: int = 100, cursor: str = ""
+    ) -> SessionPage:
+        """Return a page of sessions, the newest first."""
+        query = [("limit", str(limit)), *(("state", state.value) for state in states)]
+        return await self._call("GET", "/v1/sessions", SessionPage, query=[*query, *([("cursor", cursor)] if cursor else [])])
+
+    async def stop(self, session: str, grace_ms: int | None = None) -> SessionView:
+        """Begin to end a session."""
+        return await self._call("POST", f"{_path(session)}/stop", SessionView, body={"grace_ms": grace_ms})
+
+    async def events(self, session: str, *, after: int = 0, follow: bool = True) -> AsyncIterator[EventView]:
+        """Yield a session's events; with `follow`, until it has ended."""
+        query = [("after", str(after)), ("follow", str(int(follow)))]
+        async with self._request("GET", f"{_path(session)}/events", query=query) as answer:
+            async for line in _lines(answer):
+                if line.startswith(b"data: "):
+                    yield msgspec.json.decode(line[6:], type=EventView)
+
+    async def ended(self, session: str) -> SessionView:
+        """Wait until a session has ended and return it."""
+        async for _ in self.events(session):
+            pass
+        return await self.get(session)
+
+    async def log(self, session: str, stream: str, *, offset: int = 0, follow: bool = False) -> AsyncIterator[bytes]:
+        """Yield the bytes of one output."""
+        query = [("stream", stream), ("offset", str(offset)), ("follow", str(int(follow)))]
+        async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
+            async for chunk in _chunks(answer):
+                yield chunk
+
+    async def logs(self, session: str, *, follow: bool = False) -> AsyncIterator[LogLine]:
+        """Yield both outputs, merged in the order in which they came."""
+        query = [("stream", "merged"), ("follow", str(int(follow)))]
+        async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
+            async for line in _lines(answer):
+                yield msgspec.json.decode(line, type=LogLine)
+
+    async def egress(self, session: str, *, follow: bool = False) -> AsyncIterator[dict[str, Any]]:
+        """Yield the gateway's decisions for a session."""
+        query = [("follow", str(int(follow)))]
+        async with self._request("GET", f"{_path(session)}/egress", query=query) as answer:
+            async for line in _lines(answer):
+                yield msgspec.json.decode(line, type=dict[str, Any])
+
+    async def run(self, session: str, command: RunRequest) -> AsyncIterator[RunLine]:
+        """Run a command in a session; leaving the iteration early cancels it."""
+        async with self._request("POST", f"{_path(session)}/runs", body=command) as answer:
+            async for line in _lines(answer):
+                yield msgspec.json.decode(line, type=RunLine)
+
+    async def out(self, session: str, destination: Path) -> int:
+        """Write the tar of what a session left in /out; return its size in bytes."""
+        size = 0
+        async with self._request("GET", f"{_path(session)}/out") as answer:
+            with destination.open("wb") as file:
+                async for chunk in _chunks(answer):
+                    size += len(chunk)
+                    await asyncio.to_thread(file.write, chunk)
+        return size
+
+    async def health(self) -> Health:
+        """Return whether all parts of the host are there."""
+        async with self._request("GET", "/health", accept=(503,)) as answer:
+            return msgspec.json.decode(await answer.read(), type=Health)
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        kind: type[T],
+        *,
+        body: object = None,
+        query: Sequence[tuple[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+    ) -> T:
+        try:
+            async with (
+                asyncio.timeout(_ANSWER_S),
+                self._request(method, path, body=body, query=query, headers=headers) as answer,
+            ):
+                return msgspec.json.decode(await answer.read(), type=kind)
+        except TimeoutError as error:
+            raise ControlUnavailableError(f"the control daemon did not answer within {_ANSWER_S:g} s") from error
+        except msgspec.MsgspecError as error:
+            raise ControlUnavailableError(f"the answer is not of this version of the API: {error}") from error
+
+    @asynccontextmanager
+    async def _request(
+        self,
+        method: str,
+        path: str,
+        *,
+        body: object = None,
+        data: BinaryIO | None = None,
+        query: Sequence[tuple[str, str]] = (),
+        headers: Mapping[str, str] | None = None,
+        accept: tuple[int, ...] = (),
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        assert self._http is not None, "use `async with ControlClient(…)`"
+        content: object = data if body is None else msgspec.json.encode(body)
+        try:
+            async with self._http.request(
+                method, path, params=list(query), data=content, headers=headers, allow_redirects=False
+            ) as answer:
+                if answer.status >= 300 and answer.status not in accept:
+                    raise ControlError(_problem(answer.status, await answer.content.read(1024 * 1024)))
+                yield answer
+        except (aiohttp.ClientError, OSError) as error:
+            raise ControlUnavailableError(
+                f"the control daemon cannot be reached at {self._address}: {_why(error)}"
+            ) from error
+
+
+def _path(session: str) -> str:
+    return f"/v1/sessions/{quote(session, safe='')}"
+
+
+def _problem(status: int, body: bytes) -> Problem:
+    try:
+        return msgspec.json.decode(body, type=Problem)
+    except msgspec.MsgspecError:
+        text = body.decode("utf-8", "replace")[:500]
+        return Problem(
+            type="about:blank", title="error", status=status, detail=text or f"status {status}", reason="unknown"
+        )
+
+
+def _why(error: Exception) -> str:
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
+
+
+async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    while line := await answer.content.readline():
+        yield line
+
+
+async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    async for chunk in answer.content.iter_any():
+        yield chunk

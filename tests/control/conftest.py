@@ -1,0 +1,143 @@
+"""A control daemon on real sockets, with an engine and a gateway of the test."""
+
+import asyncio
+import tempfile
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from control.app import Control
+from control.client import ControlClient
+from control.config import ControlConfig
+from control.db.store import StoredSession
+from control.plan.session import SessionState
+from control.sessions.manager import SessionManager
+from control.spec import SandboxSpec
+from gateway.runtime.settings import parse
+from tests.support.fake_engine import FakeEngine
+from tests.support.fake_gateway import FakeGateway
+
+
+async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
+    """Wait for a condition of another task of this loop."""
+    try:
+        async with asyncio.timeout(20):
+            while not condition():
+                await asyncio.sleep(0.005)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not come true") from None
+
+
+class Host:
+    """One installation of control, which can be stopped and started again."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.gateway = FakeGateway(root / "gateway.sock", root / "runner.sock")
+        self.engine = FakeEngine()
+        self.settings: dict[str, dict[str, object]] = {
+            "limits": {"hello_timeout_ms": 15_000, "stop_grace_ms": 2_000, "runner_reconnect_ms": 10_000}
+        }
+        self.store_url = f"sqlite:///{root}/control.db"
+        self.host_problems: list[str] = []
+        self.manager: SessionManager
+        self.control: Control
+        self._stack: AsyncExitStack | None = None
+
+    @property
+    def config(self) -> ControlConfig:
+        root = self.root
+        lines = [
+            f'store.url = "{self.store_url}"',
+            f'paths = {{ data = "{root}", egress_logs = "{root}/egress", door = "{root}/door" }}',
+            f'listen = {{ api = "unix:{root}/api.sock", runner = "unix:{root}/runner.sock" }}',
+            f'gateway.contract = "unix:{root}/gateway.sock"',
+        ]
+        for section, values in self.settings.items():
+            lines += [f"{section}.{name} = {msgspec.json.encode(value).decode()}" for name, value in values.items()]
+        return parse("\n".join(lines), ControlConfig)
+
+    async def start(self) -> SessionManager:
+        async def verify() -> list[str]:
+            return self.host_problems
+
+        (self.root / "egress").mkdir(exist_ok=True)
+        self._stack = AsyncExitStack()
+        self.control = Control(self.config, self.engine, "host-1", verify)
+        self.manager = await self._stack.enter_async_context(self.control.running())
+        return self.manager
+
+    async def stop(self) -> None:
+        if self._stack is not None:
+            stack, self._stack = self._stack, None
+            await stack.aclose()
+
+    @property
+    def api(self) -> Path:
+        return self.root / "api.sock"
+
+    async def launch(self, *command: str, **fields: object) -> str:
+        """Create and launch a session that runs `command`; return its id."""
+        spec = msgspec.convert({"image": "sandbox", "cwd": "/tmp", "command": command, **fields}, SandboxSpec)
+        stored = await self.manager.create(spec)
+        await self.manager.launch(stored.id)
+        return stored.id
+
+    async def state(self, session: str, *states: SessionState) -> StoredSession:
+        """Wait until a session is in one of `states` and return it."""
+        async with asyncio.timeout(20):
+            while True:
+                record = self.manager.record(session)
+                ticket = None if record is None else record.changed.ticket()
+                stored = await self.manager.get(session)
+                if stored.life.state in states:
+                    return stored
+                assert not stored.life.state.final, f"{stored.life.state} {stored.life.reason} {stored.life.message}"
+                assert ticket is not None
+                await ticket.wait()
+
+    async def ended(self, session: str) -> StoredSession:
+        """Wait until a session has ended and return it."""
+        return await self.state(session, SessionState.EXITED, SessionState.FAILED, SessionState.STOPPED)
+
+    async def cleaned(self, session: str) -> None:
+        """Wait until nothing of a session is left but its record."""
+        await until(lambda: self.manager.record(session) is None, f"the clean-up of {session}")
+
+    def log(self, session: str, stream: str = "stdout") -> bytes:
+        return (self.root / "sessions" / session / f"{stream}.log").read_bytes()
+
+
+@pytest.fixture
+async def stopped_host() -> AsyncIterator[Host]:
+    """A host whose control is not started yet."""
+    # Not pytest's folder: a unix socket's path has at most 107 bytes.
+    with tempfile.TemporaryDirectory(prefix="opificia-") as folder:
+        host = Host(Path(folder))
+        await host.gateway.start()
+        host.engine.runner_url = host.gateway.runner_url
+        try:
+            yield host
+        finally:
+            await host.stop()
+            await host.engine.close()
+            await host.gateway.stop()
+
+
+@pytest.fixture
+async def host(stopped_host: Host) -> Host:
+    """A host with a running control."""
+    await stopped_host.start()
+    return stopped_host
+
+
+@pytest.fixture
+async def client(host: Host) -> AsyncIterator[ControlClient]:
+    """A client of the host's API."""
+    async with ControlClient(f"unix:{host.api}") as client:
+        yield client
+
+
