@@ -8,7 +8,8 @@ import msgspec
 from aiohttp import web
 
 from control.api.problems import ProblemError
-from control.api.types import SessionPage, SessionView, StopRequest, session_view
+from control.api.types import SessionPage, SessionView, StopRequest
+from control.api.views import session_view
 from control.db.store import StoredSession, request_digest
 from control.plan.session import SessionState
 from control.sessions.manager import SessionManager

@@ -6,7 +6,6 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
-from control.db.store import StoredSession
 from control.plan.session import Event, Reason, SessionState
 from control.runner.messages import Encoding, Stream
 from gateway.contract.policy import NetworkLevel, Usage
@@ -131,36 +130,3 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 def rfc3339(at_ms: int) -> str:
     """Return milliseconds since the epoch as RFC 3339 in UTC."""
     return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
-
-
-def _optional_time(at_ms: int | None) -> str | None:
-    return None if at_ms is None else rfc3339(at_ms)
-
-
-def session_view(stored: StoredSession, queue_position: int | None = None, usage: Usage | None = None) -> SessionView:
-    """Return a session as the API shows it. Its environment and token stay inside."""
-    life, spec = stored.life, stored.spec
-    return SessionView(
-        id=stored.id,
-        run_id=stored.run_id,
-        state=life.state,
-        image=spec.image,
-        network=spec.network,
-        command=spec.command,
-        memory_bytes=stored.memory_bytes,
-        cpus=stored.cpus,
-        created_at=rfc3339(stored.created_at),
-        reason=life.reason,
-        message=life.message,
-        ending=life.ending,
-        queue_position=queue_position,
-        runner_connected=life.connected,
-        launched_at=_optional_time(life.launched_at),
-        connected_at=_optional_time(life.connected_at),
-        running_at=_optional_time(life.running_at),
-        ended_at=_optional_time(life.ended_at),
-        exit_code=None if life.exit is None else life.exit.code,
-        oom_killed=life.exit is not None and life.exit.oom_killed,
-        image_id=life.image_id,
-        usage=usage,
-    )

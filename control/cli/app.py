@@ -1,0 +1,256 @@
+"""The commands of `opificia`: options and help. What they do lies in modules of their own, imported when it is done."""
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table, with_client
+
+app = typer.Typer(
+    name="opificia",
+    help="Run untrusted agents in hardened sandboxes whose only door is a policy gateway.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+
+Json = Annotated[bool, typer.Option("--json", help="JSON for programs instead of text for people.")]
+SessionArg = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id; see `opificia sessions`.")]
+Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the session has ended.")]
+Raw = Annotated[bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")]
+
+
+@app.command("run", context_settings={"allow_interspersed_args": False})
+def run(
+    image: Annotated[str, typer.Argument(help="Image of the sandbox, such as opificia-sandbox:latest.")],
+    command: Annotated[list[str] | None, typer.Argument(help="Command and arguments, after `--`.")] = None,
+    in_dir: Annotated[Path | None, typer.Option("--in", help="Folder to copy to /in (read-only there).")] = None,
+    out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to which /out is copied at the end.")] = None,
+    network: Annotated[str, typer.Option(help="none, registries, or open.")] = "none",
+    allow: Annotated[list[str] | None, typer.Option(help="Also allow host, *.host or host:port; repeatable.")] = None,
+    deny: Annotated[list[str] | None, typer.Option(help="Deny it whatever else allows it; repeatable.")] = None,
+    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, or NAME to pass on.")] = None,
+    cwd: Annotated[str, typer.Option(help="Folder in the sandbox in which the command runs.")] = "/work",
+    time_limit: Annotated[str, typer.Option(help="End the session after this: 90s, 20m, 2h.")] = "",
+    memory: Annotated[str, typer.Option(help="Memory of the sandbox: 512m, 4g.")] = "",
+    cpus: Annotated[float, typer.Option(help="CPUs of the sandbox.")] = 0.0,
+    budget: Annotated[str, typer.Option(help="Egress bytes in both directions: 200m, 1g.")] = "",
+    model: Annotated[list[str] | None, typer.Option(help="Model name that may be used; repeatable.")] = None,
+    runtime: Annotated[str, typer.Option(help="Container runtime, such as runsc.")] = "",
+    name: Annotated[str, typer.Option(help="Id of the session; made up if not given.")] = "",
+    quiet: Annotated[bool, typer.Option("--quiet", "-q", help="No progress.")] = False,
+    raw: Raw = False,
+    json: Json = False,
+) -> None:
+    """Run a command in a new sandbox; exit with its exit code.
+
+    Ctrl-C stops the session, a second Ctrl-C kills it. Exit codes beside the command's own: 124 time limit, 125 the host
+    could not run it, 137 killed or out of memory, 143 stopped.
+
+    Example: opificia run opificia-sandbox:latest --network registries --in . --out results -- npm test
+    """
+    from control.cli.parse import ParseError, duration_ms, environment, level, size_bytes
+    from control.cli.run import RunOptions, run_session
+    from control.spec import Resources, SandboxSpec
+    from gateway.contract.policy import EgressBudget
+
+    try:
+        spec = SandboxSpec(
+            image=image,
+            session_id=name,
+            command=tuple(command or ()),
+            cwd=cwd,
+            env=environment(env or []),
+            network=level(network),
+            allow=tuple(allow or ()),
+            deny=tuple(deny or ()),
+            egress_budget=EgressBudget(bytes=size_bytes("--budget", budget)),
+            models=tuple(model or ()),
+            resources=Resources(memory_bytes=size_bytes("--memory", memory), cpus=cpus),
+            runtime=runtime,
+            time_limit_ms=duration_ms("--time-limit", time_limit),
+        )
+    except ParseError as error:
+        fail(str(error), 2)
+    if not spec.command:
+        fail("there is no command; give one after `--`", 2)
+    options = RunOptions(in_dir, out_dir, json, raw, quiet)
+    raise SystemExit(with_client(lambda client: run_session(client, spec, options), EXIT_HOST))
+
+
+@app.command("sessions")
+def sessions(
+    state: Annotated[list[str] | None, typer.Option(help="Only sessions in this state; repeatable.")] = None,
+    limit: Annotated[int, typer.Option(min=1, max=500, help="At most this many.")] = 50,
+    json: Json = False,
+) -> None:
+    """List sessions, the newest first."""
+    from control.cli.parse import ParseError, states
+
+    try:
+        wanted = states(state or [])
+    except ParseError as error:
+        fail(str(error), 2)
+    page = with_client(lambda client: client.list(wanted, limit))
+    if json:
+        as_json(page)
+        return
+    made = table("SESSION", "STATE", "REASON", "EXIT", "NETWORK", "IMAGE", "CREATED", "COMMAND")
+    for each in page.sessions:
+        place = f" ({each.queue_position})" if each.queue_position else ""
+        made.add_row(
+            each.id,
+            f"{each.state}{place}",
+            each.reason or "",
+            "" if each.exit_code is None else str(each.exit_code),
+            each.network,
+            cell(each.image),
+            each.created_at[:19].replace("T", " "),
+            cell(" ".join(each.command)[:80]),
+        )
+    show(made)
+
+
+@app.command("show")
+def show_session(session: SessionArg) -> None:
+    """Show one session as JSON, with its usage."""
+    as_json(with_client(lambda client: client.get(session)))
+
+
+@app.command("logs")
+def logs(
+    session: SessionArg,
+    follow: Follow = False,
+    stream: Annotated[str, typer.Option(help="stdout, stderr, or both.")] = "both",
+    timestamps: Annotated[bool, typer.Option("--timestamps", "-t", help="Say when each piece came.")] = False,
+    raw: Raw = False,
+    json: Json = False,
+) -> None:
+    """Show a session's output: stdout on stdout, stderr on stderr."""
+    from control.cli.streams import show_logs
+
+    if stream not in ("stdout", "stderr", "both"):
+        fail(f"--stream is stdout, stderr or both, not {stream!r}", 2)
+    wanted = ("stdout", "stderr") if stream == "both" else (stream,)
+    with_client(lambda client: show_logs(client, session, wanted, follow, timestamps, raw, json))
+
+
+@app.command("egress")
+def egress(
+    session: SessionArg,
+    follow: Follow = False,
+    refused: Annotated[bool, typer.Option("--refused", help="Only what was refused.")] = False,
+    json: Json = False,
+) -> None:
+    """Show what the gateway decided for a session."""
+    from control.cli.streams import show_egress
+
+    with_client(lambda client: show_egress(client, session, follow, refused, json))
+
+
+@app.command("events")
+def events(session: SessionArg, follow: Follow = False, json: Json = False) -> None:
+    """Show what happened to a session."""
+    from control.cli.streams import show_events
+
+    with_client(lambda client: show_events(client, session, follow, json))
+
+
+@app.command("exec", context_settings={"allow_interspersed_args": False})
+def exec_(
+    session: SessionArg,
+    command: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`.")],
+    cwd: Annotated[str, typer.Option(help="Folder in the sandbox in which the command runs.")] = "/work",
+    env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, or NAME to pass on.")] = None,
+    stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it this program's stdin.")] = False,
+    timeout: Annotated[str, typer.Option(help="End the command after this: 90s, 20m.")] = "",
+    raw: Raw = False,
+) -> None:
+    """Run a command in a session that runs; exit with its exit code. Ctrl-C ends the command."""
+    from control.api.types import RunRequest
+    from control.cli.parse import ParseError, duration_ms, environment
+    from control.cli.streams import run_command
+    from control.runner.messages import encode_data
+
+    try:
+        data, encoding = encode_data(sys.stdin.buffer.read() if stdin else b"")
+        wanted = RunRequest(
+            argv=tuple(command),
+            cwd=cwd,
+            env=environment(env or []),
+            stdin=data,
+            stdin_encoding=encoding,
+            timeout_ms=duration_ms("--timeout", timeout),
+        )
+    except ParseError as error:
+        fail(str(error), 2)
+    raise SystemExit(with_client(lambda client: run_command(client, session, wanted, raw), EXIT_HOST))
+
+
+@app.command("stop")
+def stop(
+    session: SessionArg,
+    grace: Annotated[str, typer.Option(help="Time to end by itself before it is killed: 5s; 0s kills.")] = "",
+    wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
+    json: Json = False,
+) -> None:
+    """Stop a session."""
+    from control.api.types import SessionView
+    from control.cli.parse import ParseError, duration_ms
+    from control.client import ControlClient
+
+    try:
+        grace_ms = duration_ms("--grace", grace) if grace else None
+    except ParseError as error:
+        fail(str(error), 2)
+
+    async def act(client: ControlClient) -> SessionView:
+        stopped = await client.stop(session, grace_ms)
+        return await client.ended(session) if wait else stopped
+
+    view = with_client(act)
+    if json:
+        as_json(view)
+
+
+@app.command("out")
+def out(
+    session: SessionArg,
+    folder: Annotated[Path, typer.Argument(help="Where to unpack the results.")],
+) -> None:
+    """Fetch what an ended session left in /out."""
+    from control.cli.run import fetch_out
+
+    with_client(lambda client: fetch_out(client, session, folder, quiet=False))
+
+
+@app.command("doctor")
+def doctor(json: Json = False) -> None:
+    """Check that the host is ready, with a remedy for each thing that is not."""
+    from control.cli.doctor import examine
+
+    raise SystemExit(examine(json))
+
+
+@app.command("control", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def control(context: typer.Context) -> None:
+    """Run the control daemon, or `control status`."""
+    if context.args == ["status"]:
+        as_json(with_client(lambda client: client.health()))
+        return
+    _become("control", context.args)
+
+
+@app.command("gateway", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def gateway(context: typer.Context) -> None:
+    """Run the gateway daemon."""
+    _become("gateway", context.args)
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    import os
+
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])  # noqa: S606 - our own program, no shell

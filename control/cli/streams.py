@@ -1,0 +1,111 @@
+"""`logs`, `egress`, `events`, `exec`: what a session says, on a terminal or for a program."""
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+import msgspec
+
+from control.api.types import RunCompleted, RunOutput, RunRequest
+from control.cli.output import EXIT_HOST, as_json, fail
+from control.cli.run import StreamWriter
+from control.cli.text import Escaper, escape_line
+from control.client import ControlClient
+from control.runner.messages import Encoding, Output, Stream
+
+
+async def show_logs(
+    client: ControlClient,
+    session: str,
+    streams: Sequence[str],
+    follow: bool,
+    timestamps: bool,
+    raw: bool,
+    json: bool,
+) -> None:
+    """Print a session's output."""
+    if timestamps or json:
+        async for line in client.logs(session, follow=follow):
+            if line.stream.value not in streams:
+                continue
+            if json:
+                as_json(line)
+                continue
+            text = Escaper().feed(_content(line.stream, line.data, line.encoding), final=True)
+            for row in text.splitlines():
+                print(f"{line.at} {line.stream} {row}")
+        return
+
+    async def copy(stream: str) -> None:
+        writer = StreamWriter(sys.stdout if stream == "stdout" else sys.stderr, raw=raw)
+        async for data in client.log(session, stream, follow=follow):
+            writer.write(data)
+        writer.close()
+
+    if follow:
+        async with asyncio.TaskGroup() as group:
+            for stream in streams:
+                group.create_task(copy(stream))
+    else:
+        for stream in streams:
+            await copy(stream)
+
+
+async def show_egress(client: ControlClient, session: str, follow: bool, refused: bool, json: bool) -> None:
+    """Print the gateway's decisions, refusals in red."""
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False, soft_wrap=True)
+    async for entry in client.egress(session, follow=follow):
+        if refused and entry.get("event") != "refuse":
+            continue
+        if json:
+            as_json(entry)
+            continue
+        at, event, kind = (escape_line(str(entry.get(name, ""))) for name in ("ts", "event", "kind"))
+        host = escape_line(f"{entry.get('host') or '-'}:{entry.get('port') or '-'}")
+        line = Text(f"{at:24} {event:7} {kind:8} {host}")
+        if event == "close":
+            line.append(f"  ↑{entry.get('bytes_up', 0)} ↓{entry.get('bytes_down', 0)} bytes")
+        if entry.get("reason"):
+            line.append(f"  {escape_line(str(entry['reason']))}")
+        if event == "refuse":
+            line.stylize("bold red")
+        console.print(line)
+
+
+async def show_events(client: ControlClient, session: str, follow: bool, json: bool) -> None:
+    """Print what happened to a session."""
+    async for event in client.events(session, follow=follow):
+        if json:
+            as_json(event)
+            continue
+        fields = msgspec.json.decode(msgspec.json.encode(event.event), type=dict[str, msgspec.Raw])
+        kind = event.event.__struct_config__.tag
+        detail = " ".join(f"{name}={bytes(value).decode()}" for name, value in fields.items() if name != "type")
+        print(f"{event.at} {kind} {escape_line(detail)}")
+
+
+async def run_command(client: ControlClient, session: str, command: RunRequest, raw: bool) -> int:
+    """Run a command in a session, its outputs apart; return its exit code."""
+    writers = {
+        Stream.STDOUT: StreamWriter(sys.stdout, raw=raw),
+        Stream.STDERR: StreamWriter(sys.stderr, raw=raw),
+    }
+    code = EXIT_HOST
+    async for line in client.run(session, command):
+        match line:
+            case RunOutput(stream, data, encoding):
+                writers[stream].write(_content(stream, data, encoding))
+            case RunCompleted():
+                code = 124 if line.timed_out else line.exit_code
+            case _:
+                fail(f"the command's end is not known: {line.message}", EXIT_HOST)
+    for writer in writers.values():
+        writer.close()
+    return code
+
+
+def _content(stream: Stream, data: str, encoding: Encoding) -> bytes:
+    return Output(1, "run", stream, data, encoding).content()
