@@ -61,8 +61,8 @@ class Engine:
         for client in self._clients:
             client.close()
 
-    async def call(self, function: Callable[[APIClient], T], *, extra_s: float = 0) -> T:
-        """Run `function` with a client in the pool. `extra_s`: how long the engine may take beyond the usual."""
+    async def call(self, function: Callable[[Any], T], *, extra_s: float = 0) -> T:
+        """Run `function` with a docker.APIClient in the pool. `extra_s`: how long it may take beyond the usual."""
         deadline_s = self._timeout_s + extra_s
         try:
             async with asyncio.timeout(deadline_s):
@@ -75,7 +75,7 @@ class Engine:
     async def execute(self, container: str, argv: Sequence[str]) -> Executed:
         """Run a command in a running container of ours and return how it ended."""
 
-        def run(api: APIClient) -> Executed:
+        def run(api: Any) -> Executed:
             execution = api.exec_create(container, list(argv))["Id"]
             stdout, stderr = api.exec_start(execution, demux=True)
             status = api.exec_inspect(execution)["ExitCode"]
@@ -141,7 +141,7 @@ class Engine:
                 done.exception()
             raise
 
-    def _call(self, function: Callable[[APIClient], T]) -> T:
+    def _call(self, function: Callable[[Any], T]) -> T:
         try:
             return function(self._client())
         except docker.errors.NotFound as error:

@@ -39,10 +39,14 @@ class Events:
             self._task.cancel()
             await asyncio.wait([self._task])
 
-    async def listening(self) -> None:
-        """Return once events come in; begins to listen at the first call. Raises nothing: waits for the engine."""
+    def begin(self) -> None:
+        """Begin to listen, if not done before."""
         if self._task is None:
             self._task = asyncio.create_task(self._run(), name="engine-events")
+
+    async def listening(self) -> None:
+        """Return once events come in; an engine that is away is waited for."""
+        self.begin()
         await self._listening.wait()
 
     @contextlib.contextmanager

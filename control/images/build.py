@@ -28,7 +28,7 @@ class BuildError(Exception):
 
 def tarball(recipe: Recipe, cache: Path, mirrors: Sequence[str] = ()) -> Path:
     """Return where the recipe's tarball lies in `cache`, whether built or not."""
-    return cache / f"{recipe.name}-{recipe.digest(mirrors)}.tar"
+    return cache / f"{recipe.label(mirrors)}.tar"
 
 
 def build(recipe: Recipe, cache: Path, mirrors: Sequence[str] = (), *, force: bool = False) -> Path:

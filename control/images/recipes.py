@@ -66,10 +66,14 @@ class Recipe(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=Tr
         everything = (SUITE, _NEVER_UNPACKED, USER_ID, tuple(mirrors), msgspec.to_builtins(self), contents)
         return hashlib.sha256(msgspec.json.encode(everything, order="sorted")).hexdigest()[:16]
 
-    def changes(self, digest: str) -> list[str]:
+    def label(self, mirrors: Sequence[str] = ()) -> str:
+        """Return what says, on an image, that it was made from exactly this."""
+        return f"{self.name}-{self.digest(mirrors)}"
+
+    def changes(self, mirrors: Sequence[str] = ()) -> list[str]:
         """Return the image's configuration as Dockerfile instructions, as `docker import --change` takes them."""
         instructions = {"Cmd": "CMD", "User": "USER", "WorkingDir": "WORKDIR"}
-        lines = [f"LABEL {LABEL_IMAGE}={self.name}-{digest}"]
+        lines = [f"LABEL {LABEL_IMAGE}={self.label(mirrors)}"]
         for field, value in self.config.items():
             if field == "Env":
                 lines += [f"ENV {entry}" for entry in value]

@@ -1,0 +1,98 @@
+"""The volume of a session's /out: an ext4 of fixed size on a loop device, so that a full /out is ENOSPC in the sandbox.
+
+A bind mount has no quota, and a tmpfs is charged to the sandbox's memory and gone at its end. The file system is made by
+a helper container that has loop devices and no capability; control itself needs none.
+"""
+
+import re
+from typing import Any, Final
+
+from control.docker.engine import Engine
+from control.docker.types import EngineError, NotFoundError
+from control.plan.container import LABEL_HOST, LABEL_ROLE, LABEL_SESSION, ROLE_OUT, ROLE_VOLUMES
+from gateway.contract.limits import MIB
+
+_COMMAND: Final = "opificia-volumes"
+# mkfs's default inode size; and room for the journal, bitmaps and folders, so that the session has its bytes whole.
+_INODE_BYTES: Final = 256
+_OVERHEAD_BYTES: Final = 16 * MIB
+# The name becomes a file's and a device's; ids have been checked, this makes it certain.
+_NAME: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,200}", re.ASCII)
+
+
+class OutVolumes:
+    """Makes and removes the volumes of one installation's sessions."""
+
+    def __init__(self, engine: Engine, host_id: str) -> None:
+        self._engine = engine
+        self._host_id = host_id
+        self._helper = ""
+
+    async def create(self, session: str, size_bytes: int, inodes: int, owner: tuple[int, int]) -> str:
+        """Make the volume for a session and return its name; made before, it is left as it is."""
+        size = size_bytes + inodes * _INODE_BYTES + _OVERHEAD_BYTES
+        uid, gid = owner
+        device = await self._run("create", self._file(session), str(size), str(inodes), str(uid), str(gid))
+        name = volume_name(session)
+        labels = {LABEL_HOST: self._host_id, LABEL_ROLE: ROLE_OUT, LABEL_SESSION: session}
+        options = {"type": "ext4", "device": device, "o": "nosuid,nodev,noatime"}
+
+        made: dict[str, Any] = await self._engine.call(
+            lambda api: api.create_volume(name, driver="local", driver_opts=options, labels=labels)
+        )
+        if (made.get("Options") or {}) != options:
+            raise EngineError(
+                f"The engine has a volume {name} that is not ours.", f"Remove it: docker volume rm {name}"
+            )
+        return name
+
+    async def attach(self, session: str) -> None:
+        """Make sure that the volume's device is there, as after a reboot."""
+        await self._run("attach", self._file(session))
+
+    async def remove(self, session: str) -> None:
+        """Remove the volume and all that is in it; one that is gone is no error."""
+        try:
+            await self._engine.call(lambda api: api.remove_volume(volume_name(session)))
+        except NotFoundError:
+            pass
+        await self._run("remove", self._file(session))
+
+    async def sessions(self) -> list[str]:
+        """Return the sessions that have a volume."""
+        filters = {"label": [f"{LABEL_HOST}={self._host_id}", f"{LABEL_ROLE}={ROLE_OUT}"]}
+        found = await self._engine.call(lambda api: api.volumes(filters=filters))
+        return [volume["Labels"][LABEL_SESSION] for volume in found["Volumes"] or []]
+
+    def _file(self, session: str) -> str:
+        name = f"{self._host_id}-{session}"
+        if not _NAME.fullmatch(name):
+            raise EngineError(f"{name!r} cannot name a volume.")
+        return name
+
+    async def _run(self, *arguments: str) -> str:
+        for _ in range(2):
+            helper = self._helper or await self._find_helper()
+            try:
+                ended = await self._engine.execute(helper, [_COMMAND, *arguments])
+            except NotFoundError:
+                # The helper was made anew since.
+                self._helper = ""
+                continue
+            if ended.status != 0:
+                raise EngineError(f"The volume of a session could not be made or removed: {ended.stderr.strip()}.")
+            self._helper = helper
+            return ended.stdout.strip()
+        raise EngineError("The volumes helper is gone.", "Run `opificia host prepare`.")
+
+    async def _find_helper(self) -> str:
+        filters = {"label": [f"{LABEL_HOST}={self._host_id}", f"{LABEL_ROLE}={ROLE_VOLUMES}"]}
+        found = await self._engine.call(lambda api: api.containers(filters=filters))
+        if not found:
+            raise EngineError("The volumes helper does not run.", "Run `opificia host prepare`.")
+        return str(found[0]["Id"])
+
+
+def volume_name(session: str) -> str:
+    """Return the name of a session's volume."""
+    return f"opificia-out-{session}"
