@@ -7,6 +7,8 @@ from gateway.core.verdict import DenyReason
 _STATUS: Final = {
     DenyReason.MALFORMED_REQUEST: 400,
     DenyReason.MALFORMED_AUTHORITY: 400,
+    DenyReason.HEAD_TOO_LARGE: 431,
+    DenyReason.HEAD_TIMEOUT: 408,
     DenyReason.CREDENTIALS_MISSING: 407,
     DenyReason.CREDENTIALS_WRONG: 407,
     DenyReason.WRONG_ADDRESS: 407,
@@ -20,6 +22,8 @@ _STATUS: Final = {
     DenyReason.CONNECT_UNREACHABLE: 502,
     DenyReason.CONNECT_FAILED: 502,
     DenyReason.CONNECT_TIMEOUT: 504,
+    DenyReason.UPSTREAM_FAILED: 502,
+    DenyReason.UPSTREAM_TIMEOUT: 504,
 }
 RETRY_AFTER_S: Final = 5
 

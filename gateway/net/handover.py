@@ -7,6 +7,20 @@ import socket
 log = logging.getLogger("gateway.handover")
 
 
+class _Opening(asyncio.Protocol):
+    """Passes on what was read before, before the transport reads anything: it begins when `connection_made` returns."""
+
+    def __init__(self, protocol: asyncio.Protocol, data: bytes) -> None:
+        self._protocol = protocol
+        self._data = data
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        transport.set_protocol(self._protocol)
+        self._protocol.connection_made(transport)
+        if self._data:
+            self._protocol.data_received(self._data)
+
+
 class Handover:
     """Holds the short tasks in which sockets change hands."""
 
@@ -31,10 +45,7 @@ class Handover:
 
     async def _give(self, sock: socket.socket, protocol: asyncio.Protocol, data: bytes) -> None:
         try:
-            await self._loop.connect_accepted_socket(lambda: protocol, sock)
+            await self._loop.connect_accepted_socket(lambda: _Opening(protocol, data), sock)
         except OSError as error:
             log.debug("handing over a connection failed: %s", error)
             sock.close()
-            return
-        if data:
-            protocol.data_received(data)
