@@ -83,15 +83,21 @@ def host_id(data: Path) -> str:
 
 
 class Control:
-    """One control daemon. `verify` says what is wrong with the host."""
+    """One control daemon. `verify` says what is wrong with the host; `prepare`, if given, makes it right at the start."""
 
     def __init__(
-        self, config: ControlConfig, engine: Engine, identity: str, verify: Callable[[], Awaitable[list[str]]]
+        self,
+        config: ControlConfig,
+        engine: Engine,
+        identity: str,
+        verify: Callable[[], Awaitable[list[str]]],
+        prepare: Callable[[], Awaitable[list[str]]] | None = None,
     ) -> None:
         self.config: Final = config
         self._engine = engine
         self._identity = identity
         self._host = HostWatch(verify)
+        self._prepare_host = prepare
         self.store: Final = Store(config.store.url)
         self.recorder: Final = Recorder(self.store)
         self.link: Final = GatewayLink(unix_path(config.gateway.contract), UsageBook())
@@ -133,6 +139,8 @@ class Control:
             raise StartError(f"{error}; check [store] url and that the database runs") from error
         try:
             engine = await self._engine.ping()
+            for change in await self._prepare_host() if self._prepare_host is not None else ():
+                log.info("the host: %s", change)
         except EngineError as error:
             raise StartError(str(error)) from error
         for warning in engine.warnings:

@@ -7,6 +7,7 @@ import msgspec
 
 from control.plan.admission import Capacity
 from control.plan.container import DockerSettings, ImageSettings, SandboxSettings
+from control.plan.host import ForwarderSettings, HostPlan
 from control.plan.network import NetworkSettings
 from control.spec import Bounds
 from gateway.contract.limits import GIB, ControlLimits
@@ -119,6 +120,12 @@ class _Network(NetworkSettings, frozen=True, forbid_unknown_fields=True, kw_only
             raise ValueError("\n".join(problems))
 
 
+class _Forwarder(ForwarderSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+
 class _Docker(DockerSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         if problems := self.problems():
@@ -142,6 +149,7 @@ class ControlConfig(_Strict, frozen=True):
     paths: PathSettings = PathSettings()
     docker: _Docker = _Docker()
     network: _Network = _Network()
+    forwarder: _Forwarder = _Forwarder()
     images: ImageSettings = ImageSettings()
     listen: ListenSettings = ListenSettings()
     gateway: GatewaySettings = GatewaySettings()
@@ -171,6 +179,11 @@ class ControlConfig(_Strict, frozen=True):
             in_roots=self.sandbox.in_roots,
             runtimes=self.sandbox.runtimes,
         )
+
+    @property
+    def host_plan(self) -> HostPlan:
+        """What the host is to have: network, forwarder, helpers."""
+        return HostPlan(network=self.network, images=self.images, forwarder=self.forwarder, door=self.paths.door)
 
     @property
     def data(self) -> Path:

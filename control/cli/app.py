@@ -23,7 +23,7 @@ Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the ses
 Raw = Annotated[bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")]
 
 
-@app.command("run", context_settings={"allow_interspersed_args": False})
+@app.command("run")
 def run(
     image: Annotated[str, typer.Argument(help="Image of the sandbox, such as opificia-sandbox:latest.")],
     command: Annotated[list[str] | None, typer.Argument(help="Command and arguments, after `--`.")] = None,
@@ -159,7 +159,7 @@ def events(session: SessionArg, follow: Follow = False, json: Json = False) -> N
     with_client(lambda client: show_events(client, session, follow, json))
 
 
-@app.command("exec", context_settings={"allow_interspersed_args": False})
+@app.command("exec")
 def exec_(
     session: SessionArg,
     command: Annotated[list[str], typer.Argument(help="Command and arguments, after `--`.")],

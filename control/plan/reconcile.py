@@ -51,6 +51,7 @@ class RemoveStray:
 
     container: str
     session: str
+    ran: bool
 
 
 Action = Requeue | Adopt | Fail | CleanUp | RemoveStray
@@ -80,12 +81,12 @@ def reconcile(sessions: Mapping[str, Session], containers: Iterable[Found]) -> l
         elif not container.ran:
             # The token is known to nobody any more, so it cannot be started.
             actions.append(Fail(name, vanished=False))
-            actions.append(RemoveStray(container.id, name))
+            actions.append(RemoveStray(container.id, name, ran=False))
             claimed.add(container.id)
         else:
             actions.append(Adopt(name, container.id))
             claimed.add(container.id)
     strays = [container for container in found.values() if container.id not in claimed]
     ended = {name for name, life in sessions.items() if life.state.final}
-    actions += [RemoveStray(each.id, each.session) for each in strays if each.session not in ended]
+    actions += [RemoveStray(each.id, each.session, each.ran) for each in strays if each.session not in ended]
     return actions

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from control.docker.types import ContainerExit, EngineError, NotFoundError, OutLimits
+from control.docker.types import ContainerExit, EngineError, ImageFacts, NotFoundError, OutLimits
 from control.link import GatewayLink, GatewayUnavailableError, GrantRefusedError
 from control.plan.container import ContainerPlan, SandboxPlan, SandboxSettings
 from control.plan.environment import sandbox_environment
@@ -150,25 +150,19 @@ class Life:
 
     async def _launch(self) -> None:
         services, record, spec = self._services, self.record, self.record.spec
-        if problems := await services.host_problems():
-            raise EndError(Reason.HOST_NOT_READY, problems[0])
-        image = await services.engine.image(spec.image)
-        if image is None:
-            raise EndError(
-                Reason.IMAGE_MISSING,
-                f"the engine has no image {spec.image}; build or load it with `opificia images`, it is not pulled",
-            )
-        if not image.own_runner and not image.can_run_runner:
-            raise EndError(Reason.IMAGE_UNUSABLE, f"{spec.image} has no Python 3.8 or later and brings no runner")
-        in_dir = str(record.folder / "in")
-        if spec.in_dir:
-            try:
-                in_dir = await asyncio.to_thread(folders.check_in_dir, spec.in_dir, services.sandbox.in_roots)
-            except folders.InputError as error:
-                raise EndError(Reason.IN_DIR_REFUSED, str(error)) from error
         limits = services.limits
-        volume = await self._whole(services.engine.create_out_volume(record.id, limits.out_bytes, limits.out_files))
-        await self._grant()
+        # Side by side: each takes the engine, the disk or the gateway some tens of milliseconds.
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._require_host())
+                finding_image = group.create_task(self._image())
+                finding_in_dir = group.create_task(self._in_dir())
+                group.create_task(self._grant())
+                volume = self._whole(services.engine.create_out_volume(record.id, limits.out_bytes, limits.out_files))
+                making_volume = group.create_task(volume)
+        except ExceptionGroup as failed:
+            raise _telling(failed) from failed
+        image = finding_image.result()
         plan = services.container_plan(
             SandboxPlan(
                 session=record.id,
@@ -184,8 +178,8 @@ class Life:
                     ca_bundle=bool(services.sandbox.ca_bundle),
                     extra=spec.env,
                 ),
-                in_dir=in_dir,
-                out_volume=volume,
+                in_dir=finding_in_dir.result(),
+                out_volume=making_volume.result(),
                 runner=None if image.own_runner else str(services.runner_path),
                 image_volumes=image.volumes,
                 memory_bytes=spec.resources.memory_bytes,
@@ -202,6 +196,31 @@ class Life:
     async def _start(self, container: str) -> None:
         await self._services.engine.start(container)
         self._started = True
+
+    async def _require_host(self) -> None:
+        if problems := await self._services.host_problems():
+            raise EndError(Reason.HOST_NOT_READY, problems[0])
+
+    async def _image(self) -> ImageFacts:
+        reference = self.record.spec.image
+        image = await self._services.engine.image(reference)
+        if image is None:
+            raise EndError(
+                Reason.IMAGE_MISSING,
+                f"the engine has no image {reference}; build or load it with `opificia images`, it is not pulled",
+            )
+        if not image.own_runner and not image.can_run_runner:
+            raise EndError(Reason.IMAGE_UNUSABLE, f"{reference} has no Python 3.8 or later and brings no runner")
+        return image
+
+    async def _in_dir(self) -> str:
+        wanted = self.record.spec.in_dir
+        if not wanted:
+            return str(self.record.folder / "in")
+        try:
+            return await asyncio.to_thread(folders.check_in_dir, wanted, self._services.sandbox.in_roots)
+        except folders.InputError as error:
+            raise EndError(Reason.IN_DIR_REFUSED, str(error)) from error
 
     async def _grant(self) -> None:
         record = self.record
@@ -346,6 +365,9 @@ class Life:
 
     async def _ensure_exit(self, container: str) -> None:
         """Stop the container, however often that must be tried: the engine may be away, and nothing may run on."""
+        if not self._started:
+            # Its start failed or was never asked for. There is no exit; its removal ends what may have begun.
+            self._exit = Exit(None)
         while self._exit is None:
             try:
                 await self._services.engine.stop(container, self._grace_ms / 1000)
@@ -374,6 +396,15 @@ class Life:
             if record.life.connected_at is not None:
                 notes.append(f"the results could not be kept: {error.message}")
         return "; ".join(notes)
+
+
+def _telling(failed: ExceptionGroup[Exception]) -> Exception:
+    """Return the one of several failures that says most: a reason before an accident."""
+    ends, others = failed.split(EndError)
+    found: Exception = ends or others or failed
+    while isinstance(found, ExceptionGroup):
+        found = found.exceptions[0]
+    return found
 
 
 def _exit(exit_: ContainerExit) -> Exit:

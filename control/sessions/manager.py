@@ -268,8 +268,8 @@ class SessionManager:
                     self._spawn(self._fail(self._records[session], vanished), f"fail-{session}")
                 case CleanUp(session):
                     self._spawn(self._clean(self._records[session]), f"clean-{session}")
-                case RemoveStray(container, session):
-                    self._spawn(self._remove_stray(container, session), f"stray-{container[:12]}")
+                case RemoveStray(container, session, ran):
+                    self._spawn(self._remove_stray(container, session, ran), f"stray-{container[:12]}")
         self._admit()
 
     async def _fail(self, record: Record, vanished: bool) -> None:
@@ -280,13 +280,14 @@ class SessionManager:
         await recorder.record(record, Ended())
         await self._clean(record)
 
-    async def _remove_stray(self, container: str, session: str) -> None:
+    async def _remove_stray(self, container: str, session: str, ran: bool) -> None:
         engine = self._services.engine
         folder = self._folder / session
         while True:
             try:
-                await engine.stop(container, self._services.limits.stop_grace_ms / 1000)
-                if folder.is_dir():
+                if ran:
+                    await engine.stop(container, self._services.limits.stop_grace_ms / 1000)
+                if ran and folder.is_dir():
                     logs = LogFiles(folder, self._services.limits.log_bytes, now_ms, lambda: None)
                     try:
                         await engine.follow_logs(container, logs)
@@ -409,6 +410,4 @@ class SessionManager:
 
 
 def _ran(container: ObservedContainer) -> bool:
-    # Docker's zero time stands for a container that was never started.
-    return container.state != "created" and not container.started_at.startswith("0001-")
-
+    return bool(container.started_at)

@@ -30,8 +30,6 @@ from control.plan.container import LABEL_POLICY, LABEL_ROLE, LABEL_RUN, LABEL_SE
 from control.runner import client
 from gateway.contract.limits import GIB
 
-ZERO_TIME = "0001-01-01T00:00:00Z"
-
 
 @dataclass
 class FakeContainer:
@@ -154,8 +152,6 @@ class FakeEngine:
 
     async def wait(self, container: str) -> ContainerExit:
         found = self._find(container)
-        if found.process is None:
-            return ContainerExit(0, False, "", "")
         await found.ended.wait()
         if container not in self.containers:
             raise NotFoundError("gone")
@@ -217,7 +213,7 @@ class FakeEngine:
                 run=each.labels[LABEL_RUN],
                 policy_digest=each.labels[LABEL_POLICY],
                 state="created" if each.process is None else "exited" if each.ended.is_set() else "running",
-                started_at=ZERO_TIME if each.process is None else "2024-01-01T00:00:00Z",
+                started_at="" if each.process is None else "2024-01-01T00:00:00Z",
                 address="",
                 exit=each.exit,
             )

@@ -1,0 +1,62 @@
+"""Entry of `opificia-control`: reads control.toml, and runs the daemon on the engine it names."""
+
+import argparse
+import asyncio
+import logging
+import sys
+from pathlib import Path
+
+from control.app import Control, StartError, host_id, serve
+from control.config import DEFAULT_PATH, ControlConfig, load_config
+from control.docker.service import DockerService
+from gateway.runtime.settings import EXIT_CONFIG, SettingsError
+
+
+def main() -> None:
+    """Run the daemon. Exits with 78 when the configuration is wrong, 1 when the daemon cannot start."""
+    parser = argparse.ArgumentParser(prog="opificia-control", description="The control daemon of the sandbox host.")
+    parser.add_argument("--config", type=Path, default=DEFAULT_PATH, help="control.toml (default: %(default)s)")
+    parser.add_argument("--check-config", action="store_true", help="say what is wrong with the configuration, and exit")
+    parser.add_argument("--verbose", action="store_true", help="log every step")
+    arguments = parser.parse_args()
+    try:
+        config = load_config(arguments.config)
+    except SettingsError as error:
+        print(error, file=sys.stderr)  # noqa: T201 - before there is a log
+        sys.exit(EXIT_CONFIG)
+    if arguments.check_config:
+        return
+    # The service manager's journal adds the time.
+    logging.basicConfig(
+        level=logging.DEBUG if arguments.verbose else logging.INFO,
+        format="%(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    logging.getLogger("alembic").setLevel(logging.WARNING)
+    logging.getLogger("aiosqlite").setLevel(logging.WARNING)
+    try:
+        asyncio.run(_run(config))
+    except StartError as error:
+        sys.exit(f"opificia-control: {error}")
+
+
+async def _run(config: ControlConfig) -> None:
+    identity = host_id(config.data)
+    engine = DockerService(config.docker, identity, limits=config.limits, sandbox=config.sandbox)
+    plan = config.host_plan
+    try:
+        await serve(
+            Control(
+                config,
+                engine,
+                identity,
+                verify=lambda: engine.verify_host(plan),
+                prepare=(lambda: engine.prepare_host(plan)) if config.docker.manage_host else None,
+            )
+        )
+    finally:
+        await engine.close()
+
+
+if __name__ == "__main__":
+    main()
