@@ -1,11 +1,12 @@
 """What every part of a running gateway shares: one object, passed explicitly, no globals."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.access import AuditLog
 from gateway.config import GatewayConfig
 from gateway.metrics import Metrics
+from gateway.net.model_proxy import ModelProxy
 from gateway.registry import Registry
 
 
@@ -18,3 +19,8 @@ class Gateway:
     audit: AuditLog
     metrics: Metrics
     model_key: Callable[[], bytes]
+    # What model connections share: providers, upstream pools, their clock.
+    model: ModelProxy = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.model = ModelProxy(self.config, self.audit, self.metrics, self.model_key)

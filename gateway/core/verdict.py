@@ -15,6 +15,7 @@ class DenyReason(enum.StrEnum):
     MALFORMED_AUTHORITY = "malformed_authority"
     HEAD_TOO_LARGE = "head_too_large"
     HEAD_TIMEOUT = "head_timeout"
+    REQUEST_TIMEOUT = "request_timeout"
     NOT_FOUND = "not_found"
     REQUEST_TOO_LARGE = "request_too_large"
     UNSUPPORTED_ENCODING = "unsupported_encoding"

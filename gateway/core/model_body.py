@@ -1,0 +1,121 @@
+"""What a rule must know of a model request's JSON body: the model, whether it streams, the most it may cost.
+
+Read only when a session's grant asks for it. Two readers that take different values out of one body are a way around the
+rule between them, so a key that is there twice, or in another case (Go's decoder ignores case), is refused.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Final
+
+import msgspec
+
+from gateway.core.model_refusal import ModelRefusal
+from gateway.core.providers import BodyRule
+from gateway.core.verdict import DenyReason
+
+# More than any model gives in one reply, and small enough to be summed up.
+_MAX_TOKENS: Final = 1 << 40
+_MAX_CHOICES: Final = 128
+
+
+class _Key:
+    """A key that equals no other, so that a dictionary keeps every pair of the object."""
+
+    __slots__ = ("name",)
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+
+def _make_key(_kind: type, name: Any) -> _Key:
+    return _Key(name)
+
+
+_decode_pairs: Final = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=_make_key).decode
+
+
+# Stands for a value whose key is spelled in another case.
+_ODD: Final = msgspec.Raw(b"")
+
+
+@dataclass(frozen=True, slots=True)
+class BodyFacts:
+    """What was read. `output_tokens` is the most the reply may have, None when the request does not say."""
+
+    model: str
+    output_tokens: int | None
+
+
+class _BodyError(Exception):
+    """The body is not what the provider's API takes; the message says what."""
+
+
+def read_body(body: bytes, rule: BodyRule, models: Iterable[str], *, limits_tokens: bool) -> BodyFacts | ModelRefusal:
+    """Read a request's body and hold it against the allowed `models` (shell patterns; none: any)."""
+    try:
+        fields = _read_object(body)
+        model = _read(fields, "model", str)
+        if not model:
+            raise _BodyError("`model` is missing")
+        patterns = tuple(models)
+        if patterns and not any(fnmatchcase(model, pattern) for pattern in patterns):
+            return ModelRefusal(DenyReason.MODEL_NOT_ALLOWED, "This session may not use the model that was asked for")
+        if not limits_tokens:
+            return BodyFacts(model, None)
+        for name in rule.refused:
+            if _read(fields, name, bool):
+                raise _BodyError(f"`{name}` cannot be used under a token budget")
+        if rule.usage_option and _read(fields, "stream", bool) and not _includes_usage(fields):
+            raise _BodyError("a stream under a token budget needs `stream_options.include_usage`")
+        return BodyFacts(model, _output_tokens(fields, rule))
+    except _BodyError as error:
+        return ModelRefusal(DenyReason.MALFORMED_REQUEST, f"The request body cannot be accepted: {error}")
+
+
+def _read_object(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
+    try:
+        pairs = _decode_pairs(body)
+    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        raise _BodyError("it is not a JSON object") from error
+    fields: dict[str, msgspec.Raw] = {}
+    for key, value in pairs.items():
+        name = key.name.casefold()
+        if name in fields:
+            raise _BodyError("a key is there twice")
+        fields[name] = value if name == key.name else _ODD
+    return fields
+
+
+def _read(fields: dict[str, msgspec.Raw], name: str, kind: type) -> Any:
+    """Return the field as a `kind`, None when it is not there or null."""
+    raw = fields.get(name)
+    if raw is None:
+        return None
+    if raw is _ODD:
+        raise _BodyError(f"`{name}` is spelled in another case")
+    try:
+        return msgspec.json.decode(raw, type=kind | None, strict=True)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise _BodyError(f"`{name}` has the wrong type") from error
+
+
+def _includes_usage(fields: dict[str, msgspec.Raw]) -> bool:
+    options = fields.get("stream_options")
+    if options is None or options is _ODD:
+        return False
+    return _read(_read_object(options), "include_usage", bool) is True
+
+
+def _output_tokens(fields: dict[str, msgspec.Raw], rule: BodyRule) -> int | None:
+    given = [_read(fields, name, int) for name in rule.output_caps]
+    caps: list[int] = [cap for cap in given if cap is not None]
+    if not caps:
+        return None
+    choices: int | None = _read(fields, rule.choices, int) if rule.choices else None
+    # With two caps given the provider takes one of them; which one is not ours to guess.
+    most, times = max(caps), 1 if choices is None else choices
+    if not min(caps) >= 0 or most > _MAX_TOKENS or not 0 < times <= _MAX_CHOICES:
+        raise _BodyError("a limit of tokens or choices is out of range")
+    return most * times

@@ -1,0 +1,189 @@
+"""A session's model budget: what it used, what is reserved for requests in flight, what it may still ask.
+
+A request is let in while anything is left that is neither used nor reserved, and reserves the most it can cost; when it
+ends the reservation is replaced by what was used. So however many come at once, a budget is exceeded by no more than the
+last reservation. Input is counted with what was read from and written to the provider's cache: a budget that leaves them
+out is passed by caching everything.
+"""
+
+import enum
+import math
+from collections import deque
+from dataclasses import dataclass
+from typing import Final
+
+from gateway.contract.policy import ModelBudget, Usage
+from gateway.core.model_refusal import ModelRefusal
+from gateway.core.usage import TokenUsage
+from gateway.core.verdict import DenyReason
+
+_MINUTE_S: Final = 60.0
+# When a slot or a reservation of another request comes free cannot be known; SDKs back off by themselves from here.
+_RETRY_SOON_S: Final = 1
+# Relayed bytes per output token, for streams that end before they say what they used. An event of ~150 bytes carries
+# about four tokens, so this is on the high side, as an estimate against an interested party has to be.
+_BYTES_PER_OUTPUT_TOKEN: Final = 16
+
+
+class Outcome(enum.Enum):
+    """What is known of a request's cost when it ends."""
+
+    # The provider said it, or nothing was spent: the counts are right as they are.
+    KNOWN = "known"
+    # The reply was whole, but its counts could not be read.
+    UNREADABLE = "unreadable"
+    # The request or its reply was cut.
+    CUT = "cut"
+
+
+@dataclass(frozen=True, slots=True)
+class Reservation:
+    """The most that a request in flight can cost, in tokens."""
+
+    input_tokens: int
+    output_tokens: int
+
+
+class ModelAccount:
+    """What one session asks of models. Times are seconds of one monotonic clock."""
+
+    __slots__ = ("_budget", "_input_before", "_output_before", "_reserved_input", "_reserved_output", "_starts", "_tokens",
+                 "in_flight", "requests")  # fmt: skip
+
+    def __init__(self, budget: ModelBudget, used: Usage) -> None:
+        self._tokens = TokenUsage()
+        self.requests = 0
+        self.in_flight = 0
+        self._reserved_input = 0
+        self._reserved_output = 0
+        # Starts within the last minute, at most as many as the budget allows.
+        self._starts: deque[float] = deque()
+        self.update(budget, used)
+
+    def update(self, budget: ModelBudget, used: Usage) -> None:
+        """Put a new grant's budget in force. `used` is from earlier epochs; what this epoch used stays."""
+        self._budget = budget
+        self._input_before = used.input_tokens + used.cache_read_tokens + used.cache_write_tokens
+        self._output_before = used.output_tokens
+
+    def usage(self) -> Usage:
+        """Return what was used in this epoch."""
+        tokens = self._tokens
+        return Usage(
+            model_requests=self.requests,
+            input_tokens=tokens.input_tokens,
+            output_tokens=tokens.output_tokens,
+            cache_read_tokens=tokens.cache_read_tokens,
+            cache_write_tokens=tokens.cache_write_tokens,
+        )
+
+    @property
+    def limits_tokens(self) -> bool:
+        """Whether requests need a reservation, and therefore their bodies read."""
+        return bool(self._budget.input_tokens or self._budget.output_tokens)
+
+    @property
+    def limits_output(self) -> bool:
+        """Whether output tokens are limited."""
+        return bool(self._budget.output_tokens)
+
+    def start(self, now: float, concurrent: int, *, metered: bool) -> ModelRefusal | None:
+        """Count a request in, unless the session has `concurrent` in flight, its minute is full or its tokens are spent.
+
+        Each successful start is followed by exactly one `finish`.
+        """
+        if metered and (refusal := self._spent(self._used_input(), self._used_output())):
+            return refusal
+        if self.in_flight >= concurrent:
+            return ModelRefusal(
+                DenyReason.NO_FREE_SLOT, f"The session has {concurrent} model requests in flight already", _RETRY_SOON_S
+            )
+        per_minute = self._budget.requests_per_minute
+        if per_minute:
+            starts = self._starts
+            while starts and starts[0] <= now - _MINUTE_S:
+                starts.popleft()
+            if len(starts) >= per_minute:
+                wait = starts[len(starts) - per_minute] + _MINUTE_S - now
+                return ModelRefusal(
+                    DenyReason.RATE_LIMITED,
+                    f"The session may start {per_minute} model requests a minute",
+                    max(1, math.ceil(wait)),
+                )
+            starts.append(now)
+        self.in_flight += 1
+        self.requests += 1
+        return None
+
+    def finish(self) -> None:
+        """Count a request out."""
+        self.in_flight -= 1
+
+    def reserve(self, input_tokens: int, output_tokens: int | None) -> Reservation | ModelRefusal:
+        """Set tokens aside for a request; with `output_tokens` None all that are left. Ends in exactly one `settle`."""
+        used_input, used_output = self._used_input(), self._used_output()
+        if refusal := self._spent(used_input, used_output):
+            return refusal
+        if self._spent(used_input + self._reserved_input, used_output + self._reserved_output):
+            return ModelRefusal(
+                DenyReason.RATE_LIMITED,
+                "What is left of the session's token budget is reserved for requests in flight",
+                _RETRY_SOON_S,
+            )
+        if output_tokens is None:
+            left = self._budget.output_tokens - used_output - self._reserved_output
+            output_tokens = max(0, left)
+        self._reserved_input += input_tokens
+        self._reserved_output += output_tokens
+        return Reservation(input_tokens, output_tokens)
+
+    def settle(self, reservation: Reservation | None, usage: TokenUsage, outcome: Outcome, relayed_bytes: int) -> None:
+        """Book what a request used, in place of what it had reserved.
+
+        What the provider did not say is charged to a request that had a reservation: the whole reservation when a reply
+        was unreadable; when it was cut, all the input reserved unless the provider had said how much, and output by the
+        bytes that reached the client. To leave before the last event must not be cheaper than to stay.
+        """
+        if reservation is not None:
+            self._reserved_input -= reservation.input_tokens
+            self._reserved_output -= reservation.output_tokens
+            if outcome is Outcome.UNREADABLE:
+                usage = TokenUsage(reservation.input_tokens, reservation.output_tokens)
+            elif outcome is Outcome.CUT:
+                usage = _estimate(reservation, usage, relayed_bytes)
+        total = self._tokens
+        total.input_tokens += usage.input_tokens
+        total.output_tokens += usage.output_tokens
+        total.cache_read_tokens += usage.cache_read_tokens
+        total.cache_write_tokens += usage.cache_write_tokens
+
+    def _used_input(self) -> int:
+        tokens = self._tokens
+        return self._input_before + tokens.input_tokens + tokens.cache_read_tokens + tokens.cache_write_tokens
+
+    def _used_output(self) -> int:
+        return self._output_before + self._tokens.output_tokens
+
+    def _spent(self, used_input: int, used_output: int) -> ModelRefusal | None:
+        budget = self._budget
+        for kind, limit, used in (
+            ("input", budget.input_tokens, used_input),
+            ("output", budget.output_tokens, used_output),
+        ):
+            if limit and used >= limit:
+                return ModelRefusal(
+                    DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up"
+                )
+        return None
+
+
+def _estimate(reservation: Reservation, usage: TokenUsage, relayed_bytes: int) -> TokenUsage:
+    said_input = usage.input_tokens or usage.cache_read_tokens or usage.cache_write_tokens
+    return TokenUsage(
+        input_tokens=usage.input_tokens if said_input else reservation.input_tokens,
+        output_tokens=max(
+            usage.output_tokens, min(reservation.output_tokens, relayed_bytes // _BYTES_PER_OUTPUT_TOKEN)
+        ),
+        cache_read_tokens=usage.cache_read_tokens,
+        cache_write_tokens=usage.cache_write_tokens,
+    )

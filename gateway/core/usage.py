@@ -1,0 +1,214 @@
+"""What a provider's reply says it used, read from the bytes that pass by.
+
+Anthropic sends cumulative counts: `message_start` has all of them with a first `output_tokens`, `message_delta` has the
+final ones; a later value replaces an earlier one, a field that is missing changes nothing
+(https://docs.anthropic.com/en/docs/build-with-claude/streaming). OpenAI counts cached tokens as part of the input; here
+they are apart, as Anthropic has them. Nothing is kept of the content.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Final
+
+import msgspec
+
+# A line of an event stream that may hold usage: OpenAI's `response.completed` repeats the whole reply in one line.
+MAX_LINE_BYTES: Final = 4 * 1024 * 1024
+# A reply that is not a stream is read whole for its usage; max_tokens of 200,000 makes about 1 MiB.
+MAX_JSON_BYTES: Final = 8 * 1024 * 1024
+MAX_MODEL_CHARS: Final = 128
+_MARK: Final = b'"usage"'
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Counts(msgspec.Struct):
+    """The usage object, in the spellings of all providers that are known."""
+
+    input_tokens: int | None = None
+    output_tokens: int | None = None
+    cache_read_input_tokens: int | None = None
+    cache_creation_input_tokens: int | None = None
+    input_tokens_details: _Details | None = None
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    prompt_tokens_details: _Details | None = None
+
+
+class _Inner(msgspec.Struct):
+    model: str | None = None
+    usage: _Counts | None = None
+
+
+class _Reply(msgspec.Struct):
+    """A reply, or one event of a stream. Anthropic nests the first counts in `message`, OpenAI's responses in `response`."""
+
+    model: str | None = None
+    usage: _Counts | None = None
+    message: _Inner | str | None = None
+    response: _Inner | str | None = None
+
+
+_decode: Final = msgspec.json.Decoder(_Reply).decode
+
+
+@dataclass(slots=True)
+class TokenUsage:
+    """Tokens of one request. `input_tokens` are those that were neither read from nor written to the cache."""
+
+    input_tokens: int = 0
+    output_tokens: int = 0
+    cache_read_tokens: int = 0
+    cache_write_tokens: int = 0
+
+
+class UsageReader(ABC):
+    """Gathers the usage of one reply. `feed` takes the body without its transfer coding, in pieces cut anywhere.
+
+    `final` tells whether counts for the whole reply were read, `model` which model answered.
+    """
+
+    __slots__ = ("final", "model", "usage")
+
+    def __init__(self) -> None:
+        self.usage = TokenUsage()
+        self.model = ""
+        self.final = False
+
+    @abstractmethod
+    def feed(self, data: bytes) -> None:
+        """Take a piece of the body."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The body is whole."""
+
+    def ends_with(self, markers: tuple[bytes, ...]) -> bool:
+        """Tell whether the last event is one of `markers`; a reply that is no stream has none to miss."""
+        return True
+
+    def _take(self, data: bytes) -> None:
+        try:
+            reply = _decode(data)
+        except (msgspec.MsgspecError, RecursionError):
+            return
+        nested = [each for each in (reply.message, reply.response) if isinstance(each, _Inner)]
+        for model in (reply.model, *(each.model for each in nested)):
+            if model:
+                self.model = model[:MAX_MODEL_CHARS]
+        for each in nested:
+            if each.usage is not None:
+                self._merge(each.usage)
+                self.final |= each is reply.response
+        if reply.usage is not None:
+            self._merge(reply.usage)
+            self.final = True
+
+    def _merge(self, counts: _Counts) -> None:
+        usage = self.usage
+        read = counts.cache_read_input_tokens
+        fresh = counts.input_tokens if counts.input_tokens is not None else counts.prompt_tokens
+        details = counts.input_tokens_details or counts.prompt_tokens_details
+        if details is not None and details.cached_tokens is not None:
+            read = details.cached_tokens
+            fresh = fresh - read if fresh is not None else None
+        written = counts.cache_creation_input_tokens
+        made = counts.output_tokens if counts.output_tokens is not None else counts.completion_tokens
+        # A negative count would refill a budget; no provider sends one.
+        if fresh is not None:
+            usage.input_tokens = max(0, fresh)
+        if read is not None:
+            usage.cache_read_tokens = max(0, read)
+        if written is not None:
+            usage.cache_write_tokens = max(0, written)
+        if made is not None:
+            usage.output_tokens = max(0, made)
+
+
+class StreamUsage(UsageReader):
+    """Reads server-sent events line by line; a line without the word `"usage"` costs two searches and nothing more."""
+
+    __slots__ = ("_held", "_last", "_size")
+
+    def __init__(self) -> None:
+        super().__init__()
+        # The pieces of a line that has not ended yet, joined only when it has: a long line costs its length once.
+        self._held: list[bytes] = []
+        self._size = 0
+        self._last = b""
+
+    def feed(self, data: bytes) -> None:
+        end = data.rfind(b"\n") + 1
+        if end != len(data) or self._held:
+            data = self._whole_lines(data, end)
+        if len(data) > 2:
+            self._last = data
+            if _MARK in data:
+                self._read_lines(data)
+
+    def end(self) -> None:
+        if self._held:
+            self.feed(b"\n")
+
+    def ends_with(self, markers: tuple[bytes, ...]) -> bool:
+        return not markers or any(marker in self._last for marker in markers)
+
+    def _whole_lines(self, data: bytes, end: int) -> bytes:
+        """Hold what follows the last newline; return what precedes it, with what was held before."""
+        rest = data[end:]
+        if not end:
+            lines = b""
+        else:
+            lines = b"".join((*self._held, data[:end]))
+            self._held.clear()
+            self._size = 0
+        self._size += len(rest)
+        # The head of a line too long is forgotten: then it is no JSON and its usage unreadable, which costs the reservation.
+        if self._size > MAX_LINE_BYTES:
+            self._held.clear()
+            self._size = len(rest)
+        if rest:
+            self._held.append(rest)
+        return lines
+
+    def _read_lines(self, data: bytes) -> None:
+        for line in data.splitlines():
+            if _MARK in line and line.startswith(b"data:"):
+                self._take(line[5:])
+
+
+class JsonUsage(UsageReader):
+    """Keeps a reply that is one JSON value until it is whole, within MAX_JSON_BYTES, and reads its counts."""
+
+    __slots__ = ("_held", "_size")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._held: list[bytes] = []
+        self._size = 0
+
+    def feed(self, data: bytes) -> None:
+        self._size += len(data)
+        if self._size > MAX_JSON_BYTES:
+            self._held.clear()
+        else:
+            self._held.append(data)
+
+    def end(self) -> None:
+        if self._size <= MAX_JSON_BYTES:
+            self._take(b"".join(self._held))
+        self._held.clear()
+
+
+class NoUsage(UsageReader):
+    """For replies that spend nothing, and those that cannot be read."""
+
+    __slots__ = ()
+
+    def feed(self, data: bytes) -> None:
+        pass
+
+    def end(self) -> None:
+        pass

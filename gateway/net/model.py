@@ -1,0 +1,284 @@
+"""A client's connection to the model proxy: request heads are judged one after the other, each becomes an exchange.
+
+Requests may be pipelined; they are answered in order. What is refused is refused in the shape of the provider, and the
+connection is closed after it when the request's body did not come whole, or when nobody is known to be behind it.
+"""
+
+import asyncio
+import os
+import select
+import socket
+from ipaddress import IPv4Address, IPv6Address
+from typing import Final, cast
+
+from gateway.context import Gateway
+from gateway.core.head import ContentLength, Head, HeadError, NoBody, parse_head
+from gateway.core.incomplete import Incomplete
+from gateway.core.model_refusal import ModelRefusal, encode_refusal
+from gateway.core.model_request import read_destination, read_terms
+from gateway.core.providers import Shape
+from gateway.core.verdict import CloseReason, Deny, DenyReason
+from gateway.net.model_exchange import Ask, Exchange
+
+IPAddress = IPv4Address | IPv6Address
+
+# How long a connection may stand open between two requests. Clients' pools let theirs go earlier (httpx 5 s, Node 5 s).
+KEEP_ALIVE_S: Final = 120.0
+# What a client sends ahead of the reply it waits for; beyond it, it is not read until the reply is whole.
+MAX_AHEAD_BYTES: Final = 64 * 1024
+# After the last reply the rest of a request is read and thrown away: the reset that close(2) sends while bytes are unread
+# would take the reply with it. nginx does so for 5 s (lingering_timeout).
+LINGER_S: Final = 5.0
+CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
+
+
+class ModelProtocol(asyncio.Protocol):
+    """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers."""
+
+    __slots__ = ("_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_half_closed", "_in_head",
+                 "_last", "_proxy", "_unsent", "_waiting", "is_paused", "transport")  # fmt: skip
+
+    transport: asyncio.Transport
+
+    def __init__(self, gateway: Gateway, caller: IPAddress | None) -> None:
+        self._gateway = gateway
+        self._proxy = gateway.model
+        self._caller = caller
+        # What was read beyond the request that is being served.
+        self._buffer = b""
+        self._exchange: Exchange | None = None
+        # A request that waits until the registry knows its sessions.
+        self._waiting: Head | None = None
+        self._in_head = True
+        self._deadline = 0.0
+        # The last reply is written; what still comes is thrown away.
+        self._last = False
+        self._half_closed = False
+        self._unsent = 0
+        self._discarded = 0
+        # Whether the client is not read from at present.
+        self.is_paused = False
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not derived from asyncio's.
+        self.transport = cast(asyncio.Transport, transport)
+        self._deadline = self._proxy.now() + self._proxy.limits.head_timeout_ms / 1000
+        self._proxy.add(self)
+
+    def data_received(self, data: bytes) -> None:
+        if self._last:
+            self._discarded += len(data)
+            if self._discarded > self._proxy.limits.max_request_bytes:
+                self.abort()
+            return
+        exchange = self._exchange
+        if exchange is not None and exchange.receiving:
+            data = exchange.receive(data)
+        if data and not self._last:
+            self._buffer = self._buffer + data if self._buffer else data
+            self._serve()
+
+    def eof_received(self) -> None:
+        """The client left: whoever half-closes after a request is taken for gone, as by nginx. The transport closes."""
+        self._leave(CloseReason.CLIENT_GONE)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._leave(CloseReason.CLIENT_GONE)
+        self._proxy.discard(self)
+
+    def pause_writing(self) -> None:
+        if self._exchange is not None:
+            self._exchange.pause()
+
+    def resume_writing(self) -> None:
+        if self._exchange is not None:
+            self._exchange.resume()
+
+    # --- for the exchange
+
+    def set_reading(self, reading: bool) -> None:
+        """Read from the client, or let it wait."""
+        if reading == self.is_paused and not self.transport.is_closing():
+            self.is_paused = not reading
+            if reading:
+                self.transport.resume_reading()
+            else:
+                self.transport.pause_reading()
+
+    def exchange_done(self, *, close: bool) -> None:
+        """The reply is written whole; with `close` it was the last."""
+        self._next(close=close)
+        if self._buffer:
+            # Not from within the provider's callback: a row of requests would nest.
+            asyncio.get_running_loop().call_soon(self._serve)
+
+    def refuse(self, shape: Shape, refusal: ModelRefusal, *, close: bool) -> None:
+        """Answer with a refusal; with `close` it is the last reply."""
+        close = close or self._proxy.draining
+        self._gateway.metrics.refused["model", refusal.reason].inc()
+        if not self.transport.is_closing():
+            self.transport.write(encode_refusal(shape, refusal, close=close))
+            self._next(close=close)
+
+    def abort(self, reason: CloseReason = CloseReason.CLIENT_GONE) -> None:
+        """Cut the connection, whatever is still to be written."""
+        self._leave(reason)
+        self.transport.abort()
+
+    # --- for the clock
+
+    def tick(self, now: float) -> None:
+        """End what has taken too long."""
+        if self._exchange is not None:
+            self._exchange.tick(now)
+            if self.is_paused and self._hung_up():
+                self.abort()
+        elif self._last:
+            self._tick_last(now)
+        elif now < self._deadline:
+            pass
+        elif self._waiting is not None:
+            self._stop_waiting()
+            refusal = ModelRefusal(DenyReason.NOT_READY, "The gateway does not know its sessions yet; try again", 1)
+            self.refuse(self._proxy.default.shape, refusal, close=True)
+        elif self._buffer:
+            refusal = ModelRefusal(DenyReason.HEAD_TIMEOUT, "The request head did not arrive in time")
+            self.refuse(self._proxy.default.shape, refusal, close=True)
+        else:
+            self.transport.close()
+
+    def drain(self) -> None:
+        """End after the present request, at once if there is none."""
+        if self._exchange is None and self._waiting is None and not self._last:
+            self._next(close=True)
+
+    # --- within
+
+    def _serve(self) -> None:
+        """Serve what is in the buffer, until something must be waited for."""
+        while self._buffer and self._exchange is None and self._waiting is None and not self._last:
+            try:
+                head = parse_head(self._buffer, self._proxy.limits.head_bytes)
+            except HeadError as error:
+                self.refuse(self._proxy.default.shape, ModelRefusal(error.reason, error.message), close=True)
+                return
+            if isinstance(head, Incomplete):
+                if not self._in_head:
+                    self._in_head = True
+                    self._deadline = self._proxy.now() + self._proxy.limits.head_timeout_ms / 1000
+                return
+            self._in_head = False
+            self._buffer = self._buffer[head.size :]
+            self._judge(head)
+        if len(self._buffer) > MAX_AHEAD_BYTES and not self._last:
+            self.set_reading(False)
+
+    def _judge(self, head: Head) -> None:
+        """Find out what a request wants and who sent it, and begin to serve it."""
+        proxy = self._proxy
+        destination = read_destination(head.method, head.target, proxy.names, proxy.default.shape, proxy.shapes)
+        if isinstance(destination, ModelRefusal):
+            self.refuse(proxy.default.shape, destination, close=True)
+            return
+        terms = read_terms(head, destination.route)
+        if isinstance(terms, ModelRefusal):
+            self.refuse(destination.shape, terms, close=True)
+            return
+        registry = self._gateway.registry
+        session = registry.authenticate(destination.session_id, terms.token, self._caller)
+        if not isinstance(session, Deny):
+            self._begin(Ask(session, proxy.provider(destination.provider), destination, terms, head))
+        elif registry.ready or registry.get(destination.session_id) is not None:
+            self.refuse(destination.shape, ModelRefusal(session.reason, session.message), close=True)
+        else:
+            # After a restart the sessions come with control's first message: the request waits for it.
+            self._waiting = head
+            self._deadline = proxy.now() + proxy.limits.resync_wait_ms / 1000
+            registry.when_ready(self._on_ready)
+
+    def _begin(self, ask: Ask) -> None:
+        """Serve a request whose sender is known."""
+        proxy, framing = self._proxy, ask.terms.framing
+        now = proxy.now()
+        if isinstance(framing, ContentLength) and framing.length > proxy.limits.max_request_bytes:
+            refusal: ModelRefusal | None = proxy.too_large()
+        else:
+            concurrent = proxy.limits.model_requests_per_session
+            refusal = ask.session.model.start(now, concurrent, metered=ask.destination.route.metered)
+        if refusal is not None:
+            proxy.report_refused(ask, refusal.reason)
+            self.refuse(ask.destination.shape, refusal, close=ask.terms.close or not isinstance(framing, NoBody))
+            return
+        if ask.terms.expects_continue and not self._buffer:
+            self.transport.write(CONTINUE)
+        exchange = self._exchange = Exchange(self, proxy, ask, now)
+        ask.session.add_closer(exchange.revoke)
+        exchange.begin()
+        if self._buffer and exchange.receiving and self._exchange is exchange:
+            data, self._buffer = self._buffer, b""
+            self._buffer = exchange.receive(data)
+
+    def _on_ready(self) -> None:
+        head = self._waiting
+        self._stop_waiting()
+        if head is not None and not self.transport.is_closing():
+            self._judge(head)
+            self._serve()
+
+    def _stop_waiting(self) -> None:
+        self._waiting = None
+        self._gateway.registry.stop_waiting(self._on_ready)
+
+    def _next(self, *, close: bool) -> None:
+        """Turn to the next request; with `close` there is none."""
+        self._exchange = None
+        self.set_reading(True)
+        if not (close or self._proxy.draining):
+            self._deadline = self._proxy.now() + KEEP_ALIVE_S
+            return
+        self._last = True
+        self._buffer = b""
+        self._deadline = self._proxy.now() + self._proxy.limits.model_idle_timeout_ms / 1000
+        asyncio.get_running_loop().call_soon(self._half_close)
+
+    def _half_close(self) -> None:
+        """Tell the client that nothing follows, once all is sent.
+
+        Not with the transport's `write_eof`, which corrupts the heap in uvloop 0.21 to 0.23.
+        """
+        if self._half_closed or self.transport.is_closing() or self.transport.get_write_buffer_size():
+            return
+        self._half_closed = True
+        self._deadline = self._proxy.now() + LINGER_S
+        try:
+            with socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno())) as twin:
+                twin.shutdown(socket.SHUT_WR)
+        except OSError:
+            # The client is gone, or no descriptor is left: nobody to be kind to.
+            self.transport.abort()
+
+    def _tick_last(self, now: float) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        if unsent != self._unsent:
+            self._unsent = unsent
+            self._deadline = now + self._proxy.limits.model_idle_timeout_ms / 1000
+        elif now >= self._deadline:
+            self.transport.abort()
+        self._half_close()
+
+    def _hung_up(self) -> bool:
+        """Tell whether a client that is not read from has left; its transport would not notice."""
+        poller = select.poll()
+        poller.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        return bool(poller.poll(0))
+
+    def _leave(self, reason: CloseReason) -> None:
+        """Let go of everything that is done for this client."""
+        exchange, self._exchange = self._exchange, None
+        self._buffer = b""
+        if exchange is not None:
+            exchange.client_gone(reason)
+        if self._waiting is not None:
+            self._stop_waiting()

@@ -1,0 +1,225 @@
+"""What all model connections of one gateway share: providers with their keys and pools, limits, the clock, the reports."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Final, Protocol
+
+from gateway.access import AuditLog
+from gateway.config import GatewayConfig
+from gateway.contract.limits import GatewayLimits
+from gateway.core.model_refusal import ModelRefusal
+from gateway.core.providers import ANTHROPIC, SHAPES, Shape, parse_upstream
+from gateway.core.usage import TokenUsage
+from gateway.core.verdict import CloseReason, DenyReason
+from gateway.credentials import ModelKey
+from gateway.metrics import Metrics
+from gateway.net.upstream import UpstreamPool
+
+if TYPE_CHECKING:
+    from gateway.net.model_exchange import Ask
+
+# Parts of the shortest limit that a deadline may be late.
+_TICKS_PER_LIMIT: Final = 8
+_MAX_TICK_S: Final = 0.25
+
+
+class Ticking(Protocol):
+    """A client connection, as the clock sees it."""
+
+    def tick(self, now: float) -> None:
+        """Look at the deadlines."""
+
+    def drain(self) -> None:
+        """End when the present request has ended."""
+
+    def abort(self, reason: CloseReason) -> None:
+        """End now."""
+
+
+@dataclass(frozen=True, slots=True)
+class Spent:
+    """What a request that was passed on came to. `status` is 0 and `first_byte_s` None when no reply began."""
+
+    status: int
+    model: str
+    tokens: TokenUsage
+    bytes_up: int
+    bytes_down: int
+    seconds: float
+    first_byte_s: float | None
+
+
+class Provider:
+    """One provider at work."""
+
+    def __init__(self, shape: Shape, upstream: str, pool: UpstreamPool, key: Callable[[], bytes]) -> None:
+        self.shape = shape
+        self.url = parse_upstream(upstream)
+        self.pool = pool
+        self.key = key
+        self._fixed_for: bytes | None = None
+        self._fixed = b""
+
+    def fixed_headers(self) -> bytes:
+        """Return the header lines that every request to the provider gets. They hold the key."""
+        key = self.key()
+        if key != self._fixed_for:
+            self._fixed_for = key
+            lines = [b"host: " + self.url.host_header, b"accept-encoding: identity"]
+            # A local model server may want no key at all.
+            if key:
+                lines.append(self.shape.key_header + b": " + self.shape.key_prefix + key)
+            self._fixed = b"".join(line + b"\r\n" for line in lines)
+        return self._fixed
+
+
+class ModelProxy:
+    """Made once for a gateway. Raises ValueError, OSError or ModelKeyError when a provider cannot be used as configured."""
+
+    def __init__(
+        self, config: GatewayConfig, audit: AuditLog, metrics: Metrics, default_key: Callable[[], bytes]
+    ) -> None:
+        self.limits: GatewayLimits = config.limits
+        self.names = frozenset(name.lower() for name in config.listen.names)
+        self.draining = False
+        self._audit = audit
+        self._metrics = metrics
+        self._held_bytes = 0
+        self._clients: set[Ticking] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        model = config.model
+        self.default = Provider(ANTHROPIC, model.upstream, self._pool(model.upstream, model.ca_file), default_key)
+        # A further provider has a key file or, as a local model server may, no key.
+        self._keys = {each.name.encode(): ModelKey(each.api_key_file, {}) for each in model.provider}
+        self.providers = {
+            each.name.encode(): Provider(
+                SHAPES[each.shape],
+                each.upstream,
+                self._pool(each.upstream, each.ca_file),
+                self._keys[each.name.encode()],
+            )
+            for each in model.provider
+        }
+        self.shapes = {name: provider.shape for name, provider in self.providers.items()}
+        shortest = min(
+            self.limits.head_timeout_ms,
+            self.limits.model_connect_timeout_ms,
+            self.limits.model_first_byte_timeout_ms,
+            self.limits.model_idle_timeout_ms,
+            self.limits.model_total_timeout_ms,
+        )
+        self._tick_s = min(_MAX_TICK_S, max(0.005, shortest / 1000 / _TICKS_PER_LIMIT))
+
+    def provider(self, name: bytes) -> Provider:
+        """Return a provider by its configured name, the default one by the empty name."""
+        return self.providers[name] if name else self.default
+
+    def _pool(self, upstream: str, ca_file: str) -> UpstreamPool:
+        return UpstreamPool(
+            parse_upstream(upstream),
+            ca_file,
+            limit=self.limits.model_upstream_connections,
+            connect_timeout_s=self.limits.model_connect_timeout_ms / 1000,
+        )
+
+    def reload_keys(self) -> None:
+        """Read the keys of the further providers anew; requests in flight keep theirs. Raises ModelKeyError."""
+        for key in self._keys.values():
+            key.reload()
+
+    # --- clients and their clock
+
+    @property
+    def client_count(self) -> int:
+        """Client connections that are open."""
+        return len(self._clients)
+
+    def add(self, client: Ticking) -> None:
+        """Look after a client connection's deadlines."""
+        self._clients.add(client)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick)
+
+    def discard(self, client: Ticking) -> None:
+        """A client connection is gone."""
+        self._clients.discard(client)
+
+    def now(self) -> float:
+        """Seconds on the clock that deadlines are told in."""
+        return asyncio.get_running_loop().time()
+
+    def drain(self) -> None:
+        """Take no further requests: connections end when their present request has."""
+        self.draining = True
+        for client in list(self._clients):
+            client.drain()
+
+    async def close(self) -> None:
+        """End everything at once."""
+        for client in list(self._clients):
+            client.abort(CloseReason.SHUTDOWN)
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        for provider in (self.default, *self.providers.values()):
+            await provider.pool.close()
+
+    def _tick(self) -> None:
+        now = self.now()
+        for client in list(self._clients):
+            client.tick(now)
+        idle = 0
+        for provider in (self.default, *self.providers.values()):
+            provider.pool.expire(now)
+            idle += provider.pool.idle_count
+        # The clock stands while there is nothing to look after.
+        again = self._clients or idle
+        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick) if again else None
+
+    # --- bodies that are held
+
+    def hold(self, count: int) -> bool:
+        """Count `count` body bytes as held; False when all requests together would hold too many."""
+        if self._held_bytes + count > self.limits.max_held_body_bytes:
+            return False
+        self._held_bytes += count
+        return True
+
+    def unhold(self, count: int) -> None:
+        """Count held bytes as let go."""
+        self._held_bytes -= count
+
+    @property
+    def held_bytes(self) -> int:
+        """Body bytes that are held now."""
+        return self._held_bytes
+
+    # --- replies and reports
+
+    def too_large(self) -> ModelRefusal:
+        """Return the refusal of a request body that is over the limit."""
+        limit = self.limits.max_request_bytes
+        return ModelRefusal(DenyReason.REQUEST_TOO_LARGE, f"The request is larger than {limit} bytes")
+
+    def report_allowed(self, ask: "Ask") -> None:
+        """Log the decision to pass a request on."""
+        self._metrics.allowed["model"].inc()
+        url = ask.provider.url
+        self._audit.write(ask.session.id, "allow", "model", url.host, url.port, "", "model")
+
+    def report_refused(self, ask: "Ask", reason: DenyReason) -> None:
+        """Log the decision not to."""
+        url = ask.provider.url
+        self._audit.write(ask.session.id, "refuse", "model", url.host, url.port, "", reason)
+
+    def report_closed(self, ask: "Ask", reason: CloseReason | DenyReason, spent: "Spent") -> None:
+        """Log the end of a request that was passed on."""
+        url = ask.provider.url
+        self._metrics.model_status[f"{spent.status // 100}xx" if reason is CloseReason.DONE else "aborted"].inc()
+        if spent.first_byte_s is not None:
+            self._metrics.model_first_byte_seconds.observe(spent.first_byte_s)
+        ms = int(spent.seconds * 1000)
+        self._audit.write(
+            ask.session.id, "close", "model", url.host, url.port, "", reason, spent.bytes_up, spent.bytes_down, ms
+        )

@@ -1,0 +1,382 @@
+"""Connections to one model provider: kept alive, bounded in number, TLS verified.
+
+A reply's head is given to the exchange whole, its body as it was framed, at once. What is in them is the exchange's
+business.
+"""
+
+import asyncio
+import logging
+import socket
+import ssl
+import struct
+from collections import OrderedDict, deque
+from ipaddress import ip_address
+from typing import Final, Protocol, cast
+
+import httptools
+
+from gateway.core.providers import UpstreamUrl
+from gateway.core.verdict import DenyReason
+from gateway.net.dial import Dialer, DialError
+
+log = logging.getLogger("gateway.upstream")
+
+# nginx reads at most 8 x 4 KiB by default; providers send about 2 KiB.
+MAX_REPLY_HEAD_BYTES: Final = 64 * 1024
+# RFC 9110 §15.2 allows any number of interim replies; a provider sends none or one.
+MAX_INTERIM_REPLIES: Final = 8
+# Below the idle limits of load balancers in common use (60 s and more), so that it is rarely they who close.
+KEEP_IDLE_S: Final = 55.0
+
+# linux/tcp.h: the first byte of struct tcp_info is the state, the 64 bits at 120 count bytes that the peer acknowledged.
+_TCP_INFO_BYTES: Final = 128
+_TCP_ESTABLISHED: Final = 1
+_read_acknowledged: Final = struct.Struct("=Q").unpack_from
+_ACKNOWLEDGED_OFFSET: Final = 120
+
+
+class UpstreamOwner(Protocol):
+    """The exchange that a connection serves, as the connection sees it."""
+
+    def upstream_ready(self, connection: "UpstreamConnection") -> None:
+        """A connection is there."""
+
+    def upstream_unavailable(self, reason: DenyReason, message: str) -> None:
+        """No connection can be had."""
+
+    def interim_reply(self, head: bytes) -> None:
+        """A 1xx reply came; the final one follows."""
+
+    def reply_started(self, status: int, head: bytes) -> None:
+        """The final reply's head came."""
+
+    def body_received(self, body: bytes) -> None:
+        """Body bytes, without their transfer coding. Called before the same bytes are relayed."""
+
+    def relay(self, data: bytes) -> None:
+        """Body bytes as they are framed."""
+
+    def reply_completed(self, *, reusable: bool) -> None:
+        """The reply is whole."""
+
+    def upstream_lost(self, connection: "UpstreamConnection", *, clean: bool) -> None:
+        """The connection ended before the reply was whole, or broke the protocol."""
+
+    def upstream_full(self) -> None:
+        """The provider does not take more now."""
+
+    def upstream_drained(self) -> None:
+        """The provider takes more again."""
+
+
+class UpstreamConnection(asyncio.Protocol):
+    """One connection to the provider; serves one exchange at a time."""
+
+    __slots__ = ("_acknowledged", "_complete", "_head", "_interims", "_owner", "_parser", "_pool", "_surplus", "_watch",
+                 "reused", "transport")  # fmt: skip
+
+    transport: asyncio.Transport
+
+    def __init__(self, pool: "UpstreamPool", watch: socket.socket) -> None:
+        self._pool = pool
+        # A second descriptor of the same connection: how much the peer acknowledged is asked after the first is closed.
+        self._watch = watch
+        self._owner: UpstreamOwner | None = None
+        self._parser = httptools.HttpResponseParser(self)
+        # Bytes of a head that is not whole; None while a body is read.
+        self._head: bytes | None = b""
+        self._complete = False
+        self._surplus = False
+        self._interims = 0
+        self._acknowledged = 0
+        self.reused = False
+
+    # --- for the exchange and the pool
+
+    def start(self, owner: UpstreamOwner) -> None:
+        """Serve `owner` from now on."""
+        self._owner = owner
+        self._head = b""
+        self._complete = False
+        self._interims = 0
+
+    def is_alive(self) -> bool:
+        """Tell whether the peer still has its end open; remember how much it has acknowledged until now."""
+        info = self._tcp_info()
+        self._acknowledged = _read_acknowledged(info, _ACKNOWLEDGED_OFFSET)[0]
+        return info[0] == _TCP_ESTABLISHED and not self.transport.is_closing()
+
+    def took_nothing(self) -> bool:
+        """Tell whether the peer acknowledged no byte since the last `is_alive`.
+
+        Then the request cannot have been acted on, and sending it again cannot double it (RFC 9110 §9.2.2 allows a retry
+        if there are "means to detect that the original request was never applied").
+        """
+        return self.reused and _read_acknowledged(self._tcp_info(), _ACKNOWLEDGED_OFFSET)[0] == self._acknowledged
+
+    def release(self, *, reusable: bool) -> None:
+        """Leave the exchange."""
+        self._owner = None
+        if reusable and not self._surplus and not self.transport.is_closing():
+            self.reused = True
+            self.transport.resume_reading()
+            self._pool.put_back(self)
+        else:
+            self.transport.abort()
+
+    # --- asyncio.Protocol
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # uvloop's transports are not derived from asyncio's.
+        self.transport = cast(asyncio.Transport, transport)
+
+    def data_received(self, data: bytes) -> None:
+        owner = self._owner
+        if owner is None:
+            # Nobody asked: what follows could only be taken for the next request's reply.
+            self.transport.abort()
+            return
+        try:
+            if self._head is not None:
+                data = self._read_head(owner, self._head + data)
+                if self._head is not None or self._owner is not owner:
+                    return
+            if data:
+                self._parser.feed_data(data)
+        except httptools.HttpParserError:
+            self._break(owner)
+            return
+        if self._surplus:
+            self._break(owner)
+            return
+        if data:
+            owner.relay(data)
+        if self._complete:
+            owner.reply_completed(reusable=self._parser.should_keep_alive())
+
+    def eof_received(self) -> None:
+        """The provider closed; the transport closes by itself, and `connection_lost` tells the exchange."""
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        owner, self._owner = self._owner, None
+        self._pool.forget(self)
+        if owner is not None:
+            owner.upstream_lost(self, clean=exc is None)
+        self._watch.close()
+
+    def pause_writing(self) -> None:
+        if self._owner is not None:
+            self._owner.upstream_full()
+
+    def resume_writing(self) -> None:
+        if self._owner is not None:
+            self._owner.upstream_drained()
+
+    # --- httptools' callbacks
+
+    def on_message_begin(self) -> None:
+        if self._complete:
+            self._surplus = True
+
+    def on_body(self, body: bytes) -> None:
+        if self._owner is not None:
+            self._owner.body_received(body)
+
+    def on_message_complete(self) -> None:
+        self._complete = True
+
+    # --- within
+
+    def _read_head(self, owner: UpstreamOwner, data: bytes) -> bytes:
+        """Take the reply's head, and interim replies before it; return what follows. `_head` is None when it was whole."""
+        while True:
+            end = data.find(b"\r\n\r\n", 0, MAX_REPLY_HEAD_BYTES) + 4
+            if end < 4:
+                if len(data) >= MAX_REPLY_HEAD_BYTES:
+                    raise httptools.HttpParserError("the reply's head is too large")
+                self._head = data
+                return b""
+            head, data = data[:end], data[end:]
+            self._parser.feed_data(head)
+            status = self._parser.get_status_code()
+            if status >= 200:
+                self._head = None
+                owner.reply_started(status, head)
+                return data
+            self._interims += 1
+            if status == 101 or self._interims > MAX_INTERIM_REPLIES:
+                raise httptools.HttpParserError("an upgrade that nobody asked for, or too many interim replies")
+            self._complete = False
+            owner.interim_reply(head)
+
+    def _break(self, owner: UpstreamOwner) -> None:
+        self._owner = None
+        owner.upstream_lost(self, clean=False)
+        self.transport.abort()
+
+    def _tcp_info(self) -> bytes:
+        return self._watch.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+
+
+class UpstreamPool:
+    """The connections to one provider, at most `limit`, idle ones reused last in, first out."""
+
+    def __init__(self, url: UpstreamUrl, ca_file: str, *, limit: int, connect_timeout_s: float) -> None:
+        self._url = url
+        self._limit = limit
+        self._timeout_s = connect_timeout_s
+        self._tls = _tls_context(ca_file) if url.tls else None
+        self._idle: OrderedDict[UpstreamConnection, float] = OrderedDict()
+        self._open: set[UpstreamConnection] = set()
+        self._waiting: deque[UpstreamOwner] = deque()
+        self._dialing: dict[asyncio.Task[None], UpstreamOwner | None] = {}
+        self._dialer: Dialer | None = None
+        self._closed = False
+
+    def __len__(self) -> int:
+        return len(self._open) + len(self._dialing)
+
+    @property
+    def idle_count(self) -> int:
+        """Connections that serve nobody now."""
+        return len(self._idle)
+
+    def acquire(self, owner: UpstreamOwner, *, fresh: bool = False) -> UpstreamConnection | None:
+        """Return a connection that is idle, or None: then `owner` is told later. `fresh` takes no idle one."""
+        while self._idle and not fresh:
+            connection, _ = self._idle.popitem()
+            if connection.is_alive():
+                return connection
+            connection.transport.abort()
+        self._waiting.append(owner)
+        self._dial()
+        return None
+
+    def cancel(self, owner: UpstreamOwner) -> None:
+        """Forget an owner that waits. A dial begun for it goes on and serves the next one."""
+        if owner in self._waiting:
+            self._waiting.remove(owner)
+        for task, waiter in self._dialing.items():
+            if waiter is owner:
+                self._dialing[task] = None
+
+    def is_dialing_for(self, owner: UpstreamOwner) -> bool:
+        """Tell whether a connection is being made for `owner`, rather than it waiting for room."""
+        return owner in self._dialing.values()
+
+    def put_back(self, connection: UpstreamConnection) -> None:
+        """Take a connection that an exchange has left in good order."""
+        if self._closed:
+            connection.transport.abort()
+        elif self._waiting and connection.is_alive():
+            self._waiting.popleft().upstream_ready(connection)
+        else:
+            self._idle[connection] = asyncio.get_running_loop().time()
+
+    def forget(self, connection: UpstreamConnection) -> None:
+        """A connection is gone."""
+        self._open.discard(connection)
+        self._idle.pop(connection, None)
+        self._dial()
+
+    def expire(self, now: float) -> None:
+        """Close connections that were idle too long."""
+        while self._idle and next(iter(self._idle.values())) < now - KEEP_IDLE_S:
+            connection, _ = self._idle.popitem(last=False)
+            connection.transport.abort()
+
+    async def close(self) -> None:
+        """Close what is idle and stop dialing. Connections in use are their exchanges' to close."""
+        self._closed = True
+        self._waiting.clear()
+        for connection in list(self._idle):
+            connection.transport.abort()
+        tasks = list(self._dialing)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._dialer is not None:
+            self._dialer.close()
+
+    def _dial(self) -> None:
+        """Begin as many connections as are waited for and there is room for."""
+        while self._waiting and len(self) < self._limit and not self._closed:
+            task = asyncio.get_running_loop().create_task(self._connect())
+            self._dialing[task] = self._waiting.popleft()
+            task.add_done_callback(self._dialed)
+
+    def _dialed(self, task: "asyncio.Task[None]") -> None:
+        owner = self._dialing.pop(task, None)
+        if not task.cancelled() and (error := task.exception()) is not None:
+            log.error("connecting to the model provider failed: %s", type(error).__name__)
+            if owner is not None:
+                owner.upstream_unavailable(DenyReason.CONNECT_FAILED, "The model provider cannot be reached")
+        self._dial()
+
+    async def _connect(self) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                connection = await self._open_connection()
+        except TimeoutError:
+            self._fail(task, DenyReason.CONNECT_TIMEOUT, "The model provider did not answer in time", "timed out")
+        except ssl.SSLError as error:
+            self._fail(task, DenyReason.CONNECT_FAILED, "The model provider's TLS certificate or handshake was not accepted",
+                       f"TLS: {error.reason or 'failed'}")  # fmt: skip
+        except OSError as error:
+            self._fail(
+                task, DenyReason.CONNECT_FAILED, "The model provider cannot be reached", error.strerror or "failed"
+            )
+        else:
+            if self._closed or connection.transport.is_closing():
+                connection.transport.abort()
+                self._fail(
+                    task, DenyReason.CONNECT_FAILED, "The model provider closed the connection", "closed at once"
+                )
+                return
+            owner = self._dialing.pop(task, None)
+            self._open.add(connection)
+            if owner is not None:
+                owner.upstream_ready(connection)
+            else:
+                self.put_back(connection)
+
+    def _fail(self, task: "asyncio.Task[None]", reason: DenyReason, message: str, detail: str) -> None:
+        log.warning("connection to the model provider failed: %s", detail)
+        owner = self._dialing.pop(task, None)
+        if owner is not None:
+            owner.upstream_unavailable(reason, message)
+
+    async def _open_connection(self) -> UpstreamConnection:
+        loop = asyncio.get_running_loop()
+        if self._dialer is None:
+            self._dialer = Dialer(loop, self._timeout_s)
+        url = self._url
+        found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+        connected = await self._dialer.connect([ip_address(entry[4][0]) for entry in found], url.port)
+        if isinstance(connected, DialError):
+            if connected.reason is DenyReason.CONNECT_TIMEOUT:
+                raise TimeoutError
+            raise ConnectionError(0, connected.message)
+        watch = connected.sock.dup()
+        try:
+            _, connection = await loop.create_connection(
+                lambda: UpstreamConnection(self, watch),
+                sock=connected.sock,
+                ssl=self._tls,
+                server_hostname=url.host if self._tls is not None else None,
+            )
+        except BaseException:
+            watch.close()
+            connected.sock.close()
+            raise
+        return connection
+
+
+def _tls_context(ca_file: str) -> ssl.SSLContext:
+    """Verify the provider by `ca_file`, or by the system's authorities when it is empty. Raises OSError, SSLError."""
+    context = ssl.create_default_context(cafile=ca_file or None)
+    context.minimum_version = ssl.TLSVersion.TLSv1_2
+    context.set_alpn_protocols(["http/1.1"])
+    return context
