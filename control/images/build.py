@@ -2,21 +2,19 @@
 
 import hashlib
 import os
-import shlex
 import shutil
 import subprocess
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Final
 
-from control.images.recipes import SUITE, USER_ID, Download, Recipe
+from control.images.recipes import SUITE, Download, Recipe
 
 # Time stamps of everything in an image, so that the same packages give the same bytes: 1 January 2025.
 _EPOCH: Final = "1735689600"
-_MERGED_USR: Final = "/usr/share/mmdebstrap/hooks/merged-usr"
 _MAX_DOWNLOAD_BYTES: Final = 64 * 1024 * 1024
 # A site's way to its mirror, which the build must go and the image must not know.
 _APT_NETWORK: Final = ("Acquire::http::Proxy", "Acquire::https::Proxy", "Acquire::https::CaInfo")
@@ -45,12 +43,13 @@ def build(recipe: Recipe, cache: Path, mirrors: Sequence[str] = (), *, force: bo
     if shutil.which("mmdebstrap") is None:
         raise BuildError("mmdebstrap is not installed. Run: apt-get install mmdebstrap")
     cache.mkdir(parents=True, exist_ok=True)
-    downloads = {_fetch(download, cache): download.into for download in recipe.downloads}
+    for download in recipe.downloads:
+        _fetch(download, cache)
     with tempfile.TemporaryDirectory(prefix=f".{recipe.name}-", dir=cache) as scratch:
         partial = Path(scratch) / "root.tar"
         with (Path(scratch) / "log").open("w+b") as log:
             outcome = subprocess.run(  # noqa: S603 - argv from our recipe and the operator's mirrors
-                _command(recipe, Path(scratch), partial, mirrors, downloads),
+                _command(recipe, Path(scratch), cache, partial, mirrors),
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
@@ -71,8 +70,8 @@ def build(recipe: Recipe, cache: Path, mirrors: Sequence[str] = (), *, force: bo
     return done
 
 
-def _fetch(download: Download, cache: Path) -> Path:
-    """Return the downloaded file in `cache`, fetching it if it is not there. Raises BuildError."""
+def _fetch(download: Download, cache: Path) -> None:
+    """Put a download into `cache` if it is not there. Raises BuildError."""
     file = cache / download.name
     try:
         content = file.read_bytes()
@@ -87,60 +86,22 @@ def _fetch(download: Download, cache: Path) -> Path:
         file.unlink(missing_ok=True)
         raise BuildError(f"{download.name} is not what the recipe names: its SHA-512 differs. Fetch it again.")
     file.write_bytes(content)
-    return file
 
 
-def _command(
-    recipe: Recipe, scratch: Path, target: Path, mirrors: Sequence[str], downloads: Mapping[Path, str]
-) -> list[str]:
-    options = [f"--dpkgopt={option}" for option in recipe.dpkg_options()]
-    options += [f"--aptopt={line}" for line in _apt_network()]
-    for name, inside in recipe.files.items():
+def _command(recipe: Recipe, scratch: Path, cache: Path, target: Path, mirrors: Sequence[str]) -> list[str]:
+    for name in recipe.files:
         # Copied out first: in a zipped installation it is no file of its own.
-        copy = scratch / name
-        copy.write_bytes(recipe.source(name).read_bytes())
-        mode = "0755" if name.endswith(".sh") else "0644"
-        options.append(f'--customize-hook=install -D -m {mode} {shlex.quote(str(copy))} "$1"/{shlex.quote(inside)}')
-    for file, into in downloads.items():
-        unpack = f'tar -xzf {shlex.quote(str(file))} --strip-components=1 --no-same-owner -C "$1"/{shlex.quote(into)}'
-        options += [f'--customize-hook=mkdir -p "$1"/{shlex.quote(into)}', f"--customize-hook={unpack}"]
-    options += [f"--customize-hook={line}" for line in _customizations(recipe)]
+        (scratch / name).write_bytes(recipe.source(name).read_bytes())
     return [
         "mmdebstrap",
         "--mode=root",
         "--format=tar",
-        f"--variant={recipe.variant}",
-        # Without it the `extract` variant pulls perl in to merge /usr by itself.
-        f"--hook-dir={_MERGED_USR}",
-        '--aptopt=APT::Install-Recommends "false"',
-        f"--include={','.join(recipe.packages)}",
-        *options,
+        *recipe.options(str(scratch), str(cache)),
+        *(f"--aptopt={line}" for line in _apt_network()),
         SUITE,
         str(target),
         *mirrors,
     ]
-
-
-def _customizations(recipe: Recipe) -> list[str]:
-    lines = [f'mkdir -p "$1"/{directory}' for directory in recipe.directories]
-    lines += [f'ln -s {target} "$1"/{link}' for link, target in recipe.links.items()]
-    if recipe.user:
-        lines += [
-            f'chroot "$1" groupadd --gid {USER_ID} {recipe.user}',
-            f'chroot "$1" useradd --uid {USER_ID} --gid {USER_ID} --create-home --shell /bin/bash {recipe.user}',
-            f'chown {USER_ID}:{USER_ID} "$1"/work "$1"/out',
-            # Shadow keeps the day of the last change, and backups of what it changed.
-            f'chroot "$1" chage --lastday 20089 {recipe.user}',
-            'rm -f "$1"/etc/passwd- "$1"/etc/group- "$1"/etc/shadow- "$1"/etc/gshadow- "$1"/etc/subuid- "$1"/etc/subgid-',
-        ]
-    lines += [
-        # The site's proxy and certificate authority were for the build.
-        'rm -f "$1"/etc/apt/apt.conf.d/99mmdebstrap "$1"/etc/dpkg/dpkg.cfg.d/99mmdebstrap',
-        'rm -rf "$1"/var/lib/apt/lists/* "$1"/var/cache/* "$1"/var/log/*',
-        # Docker puts its own in place.
-        'rm -f "$1"/etc/hostname "$1"/etc/resolv.conf',
-    ]
-    return lines
 
 
 def _apt_network() -> list[str]:
