@@ -3,7 +3,6 @@
 import asyncio
 import ipaddress
 import logging
-import resource
 import secrets
 import signal
 import socket
@@ -21,6 +20,7 @@ from gateway.core.verdict import CloseReason
 from gateway.credentials import ModelKey, ModelKeyError
 from gateway.metrics import Metrics
 from gateway.net.connect import Waits
+from gateway.net.descriptors import DescriptorBudget, raise_descriptor_limit
 from gateway.net.dial import Dialer
 from gateway.net.handover import Handover
 from gateway.net.idle import IdleSweep
@@ -57,13 +57,6 @@ def read_registries(config: GatewayConfig) -> RegistryList:
         raise StartError(f"[egress] registries_file {file} cannot be read: {error.strerror}") from error
     except RuleErrors as error:
         raise StartError(f"[egress] registries_file {file}: {error}") from error
-
-
-def raise_descriptor_limit() -> int:
-    """Raise the soft limit of open files to the hard one; a tunnel takes two. Returns the limit."""
-    _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    return hard
 
 
 class App:
@@ -109,7 +102,7 @@ class App:
         """Serve until SIGTERM or SIGINT. Raises StartError, ListenError."""
         loop = asyncio.get_running_loop()
         config, limits, metrics = self._config, self._config.limits, self.gateway.metrics
-        raise_descriptor_limit()
+        descriptors = DescriptorBudget.of_limit(raise_descriptor_limit())
         if config.egress.allow_loopback:
             log.warning("[egress] allow_loopback is on: for benchmarks and tests only")
         services = Services(
@@ -125,11 +118,17 @@ class App:
                 nameservers=[nameserver(text) for text in config.egress.nameservers],
                 observe=metrics.resolve_seconds.observe,
             ),
-            dialer=Dialer(loop, limits.egress_connect_timeout_ms / 1000, metrics.connect_seconds.observe),
+            dialer=Dialer(
+                loop,
+                limits.egress_connect_timeout_ms / 1000,
+                metrics.connect_seconds.observe,
+                descriptors.upstream_below,
+            ),
             pipes=PipePool(),
             idle=IdleSweep(loop, limits.egress_idle_ms / 1000),
             lingering=Lingering(loop),
             handover=Handover(loop),
+            descriptors=descriptors,
             facts=self._facts(),
         )
         services.waits = Waits(services)

@@ -282,7 +282,7 @@ class Connect:
         splicer = Splicer(services.loop, services.pipes, session, self.sock, upstream, self._on_close)
         self._splicer = splicer
         services.idle.add(splicer)
-        early, self._buffer = self._buffer, b""
+        early, self._buffer = self._buffer[: session.bytes_left], b""
         if early:
             # Read here, not by the splicer, so counted here.
             session.bytes_up += len(early)

@@ -4,6 +4,7 @@ import asyncio
 import errno
 import os
 import socket
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from ipaddress import IPv4Address, IPv6Address
@@ -58,8 +59,11 @@ class Dialer:
         loop: asyncio.AbstractEventLoop,
         timeout_s: float,
         observe: Callable[[float], None] = lambda _seconds: None,
+        below: int = sys.maxsize,
     ) -> None:
         self.loop = loop
+        # See `descriptors`: a socket numbered higher takes what the gateway itself needs.
+        self.below = below
         self.observe = observe
         self.deadlines: Deadlines[Dial] = Deadlines(loop, timeout_s, lambda dial: dial.expire())
 
@@ -131,6 +135,10 @@ class Dial:
             except OSError as error:
                 self._error = error.errno or errno.EIO
                 continue
+            if sock.fileno() >= self._dialer.below:
+                sock.close()
+                self._error = errno.EMFILE
+                break
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             result = sock.connect_ex((str(address), self._port))
             if result == 0:

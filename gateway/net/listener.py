@@ -43,6 +43,7 @@ class Listener:
         self._server = server
         self._per_source = config.limits.unauthenticated_per_source
         self._total = config.limits.unauthenticated_total
+        self._below = services.descriptors.client_below
         self._open: set[Arrival] = set()
         self._sources: dict[object, int] = {}
         self._deadlines: Deadlines[Arrival] = Deadlines(
@@ -88,6 +89,11 @@ class Listener:
                 # The connection died in the queue (accept(2): treat as EAGAIN).
                 continue
             metrics.connections.inc()
+            if sock.fileno() >= self._below:
+                metrics.overload_descriptors.inc()
+                sock.close()
+                self._pause()
+                return
             if len(self._open) >= self._total:
                 metrics.overload_total.inc()
                 sock.close()

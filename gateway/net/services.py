@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gateway.context import Gateway
 from gateway.core.decide import HostFacts
 from gateway.core.verdict import Deny
+from gateway.net.descriptors import DescriptorBudget
 from gateway.net.dial import Dialer
 from gateway.net.handover import Handover
 from gateway.net.idle import IdleSweep
@@ -44,6 +45,7 @@ class Services:
     idle: IdleSweep
     lingering: Lingering
     handover: Handover
+    descriptors: DescriptorBudget
     facts: HostFacts
     waits: "Waits" = field(init=False)
     runner_account: RunnerAccount = field(default_factory=RunnerAccount)

@@ -6,7 +6,6 @@ import os
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -14,9 +13,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Final, Self
 
+from tests.support.code import readable_code
+from tests.support.daemon import Daemon
 from tests.support.identities import GATEWAY
-from tests.support.paths import CHECKOUT
-from tests.support.processes import spawn, stop, wait_until
 from tests.support.sockets import Client
 
 TOKEN: Final = "token-of-a-test"
@@ -51,15 +50,24 @@ def free_port() -> int:
 class GatewayProcess:
     """One gateway. `sessions` are tables of sessions.toml; the first one's token is TOKEN unless it says otherwise."""
 
-    def __init__(self, base: Path, config: dict[str, Any], sessions: Sequence[dict[str, Any]]) -> None:
+    def __init__(
+        self, base: Path, config: dict[str, Any], sessions: Sequence[dict[str, Any]], nofile: int | None = None
+    ) -> None:
         self.base = base
         self.port = free_port()
         self.metrics_port = free_port()
         self.audit_dir = base / "egress"
         self._config_file = base / "gateway.toml"
         self._sessions_file = base / "sessions.toml"
-        self._log_file = base / "gateway.log"
-        self._process: subprocess.Popen[bytes] | None = None
+        argv = [sys.executable, "-W", "error", "-m", "gateway", "--config", str(self._config_file)]
+        argv += ["--log-level", "DEBUG"]
+        self._daemon = Daemon(
+            argv if nofile is None else ["prlimit", f"--nofile={nofile}", "--", *argv],
+            uid=GATEWAY,
+            environment={**os.environ, "PYTHONPATH": str(readable_code()), "HOME": "/nonexistent"},
+            log=base / "gateway.log",
+            notify=base / "notify.sock",
+        )
         self.config: dict[str, Any] = {
             "listen": {"sandbox": f"127.0.0.1:{self.port}", "metrics": f"127.0.0.1:{self.metrics_port}"},
             "sessions": {"file": str(self._sessions_file)},
@@ -76,50 +84,28 @@ class GatewayProcess:
         self._sessions_file.write_text(toml({"session": self.sessions}))
 
     def start(self) -> None:
-        """Start as the gateway's uid, from a copy of the code that this uid can read; wait until it accepts."""
-        code = self.base / "code"
-        if not code.exists():
-            shutil.copytree(CHECKOUT / "gateway", code / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
+        """Start as the gateway's uid and wait until it serves."""
         self.audit_dir.mkdir(exist_ok=True)
         os.chown(self.audit_dir, GATEWAY, GATEWAY)
         self.write_files()
-        environment = {**os.environ, "PYTHONPATH": f"{code}:{os.environ.get('PYTHONPATH', '')}", "HOME": "/nonexistent"}
-        argv = ["setpriv", f"--reuid={GATEWAY}", f"--regid={GATEWAY}", "--clear-groups", "--"]
-        argv += [sys.executable, "-W", "error", "-m", "gateway", "--config", str(self._config_file)]
-        argv += ["--log-level", "DEBUG"]
-        with self._log_file.open("ab") as log:
-            process = self._process = spawn(argv, log=log, env=environment, cwd=self.base)
-
-        def died() -> str | None:
-            return None if process.poll() is None else f"exit status {process.returncode}\n{self.log()}"
-
-        wait_until(self._answers, "the gateway's sandbox port", give_up=died)
-
-    def _answers(self) -> bool:
-        try:
-            with socket.create_connection(("127.0.0.1", self.port), timeout=1):
-                return True
-        except OSError:
-            return False
+        self._daemon.start()
 
     @property
     def pid(self) -> int:
-        """The gateway's process id (setpriv executes it in place)."""
-        assert self._process is not None
-        return self._process.pid
+        """The gateway's process id."""
+        return self._daemon.pid
 
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
-        os.kill(self.pid, number)
+        self._daemon.signal(number)
 
     def stop(self) -> int:
         """End it; returns the exit status."""
-        assert self._process is not None
-        return stop(self._process)
+        return self._daemon.stop()
 
     def log(self) -> str:
         """Return what it has logged."""
-        return self._log_file.read_text(errors="replace")
+        return self._daemon.log()
 
     def audit(self, session: str) -> list[dict[str, Any]]:
         """Return a session's audit lines so far."""
@@ -162,13 +148,16 @@ class GatewayProcess:
 
 @contextmanager
 def gateway_process(
-    config: dict[str, Any] | None = None, sessions: Sequence[dict[str, Any]] = ({"id": "s1"},)
+    config: dict[str, Any] | None = None,
+    sessions: Sequence[dict[str, Any]] = ({"id": "s1"},),
+    *,
+    nofile: int | None = None,
 ) -> Iterator[GatewayProcess]:
     """Run a gateway for the length of a test."""
     base = Path(tempfile.mkdtemp(prefix="opificia-gateway-"))
     base.chmod(0o755)
     try:
-        with GatewayProcess(base, config or {}, sessions) as process:
+        with GatewayProcess(base, config or {}, sessions, nofile) as process:
             yield process
     finally:
         shutil.rmtree(base, ignore_errors=True)
