@@ -1,0 +1,42 @@
+"""A short fuzz of every target; `OPIFICIA_FUZZ_RUNS` makes it a long one. A failure prints the input."""
+
+import itertools
+import os
+import random
+
+import pytest
+
+from tests.fuzz.fuzzer import fuzz, mutate, seeds
+from tests.fuzz.targets import TARGETS
+
+RUNS = int(os.environ.get("OPIFICIA_FUZZ_RUNS", "3000"))
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_target_holds_for_its_corpus(name: str) -> None:
+    assert len(seeds(name)) >= 5
+    for data in seeds(name):
+        TARGETS[name](data)
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_the_target_holds_for_what_mutation_makes_of_its_corpus(name: str) -> None:
+    for failure in itertools.islice(fuzz(name, seed=1), RUNS):
+        if failure is not None:
+            pytest.fail(f"{name} failed on {failure.data!r}: {failure.error!r}")
+
+
+def test_the_fuzzer_finds_a_fault_that_takes_two_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    def faulty(data: bytes) -> None:
+        assert not (b"\x16\x03\x01" in data and b"xn--" in data)
+
+    monkeypatch.setitem(TARGETS, "head", faulty)
+    assert any(failure is not None for failure in itertools.islice(fuzz("head", seed=1), 20_000))
+
+
+def test_the_same_seed_makes_the_same_inputs() -> None:
+    def inputs() -> list[bytes]:
+        rng = random.Random(7)
+        return [mutate(b"GET / HTTP/1.1\r\n\r\n", [b"other"], rng) for _ in range(100)]
+
+    assert inputs() == inputs()
