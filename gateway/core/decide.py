@@ -146,7 +146,7 @@ def _may_reach(policy: Policy, name: str, port: int) -> bool:
         authority = parse_authority(name.encode("ascii"), port)
     except AuthorityError:
         return False
-    return authority.port == port and isinstance(decide_host(policy, authority), Allow)
+    return isinstance(decide_host(policy, authority), Allow)
 
 
 def _decide_address(policy: Policy, authority: Authority, address: IPAddress, facts: HostFacts) -> Verdict:

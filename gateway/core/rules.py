@@ -69,7 +69,8 @@ class HostRule:
         if self.port is not None and self.port != authority.port:
             return False
         if self.wildcard:
-            return authority.address is None and authority.host.endswith("." + self.host)
+            # A name's last label is never a number, so it is the end of no IP literal.
+            return authority.host.endswith("." + self.host)
         return authority.host == self.host
 
     def __str__(self) -> str:
@@ -108,7 +109,7 @@ class RuleTable:
         ports = self._exact.get(host)
         if ports is not None:
             found.append(ports)
-        if self._suffixes and authority.address is None:
+        if self._suffixes:
             dot = host.find(".")
             while dot >= 0:
                 ports = self._suffixes.get(host[dot + 1 :])

@@ -144,6 +144,20 @@ def test_a_thousand_waiters_that_give_up_in_their_turn_do_not_nest() -> None:
     assert (served, slots.held, slots.waiting) == (10_000, 0, 0)
 
 
+def test_who_asks_while_slots_are_given_out_passes_nobody() -> None:
+    line = Line()
+    slots = Slots(0, max_waiters=8)
+
+    def first() -> None:
+        line.served.append("first")
+        assert not slots.acquire(line.waiter("late"))
+
+    slots.acquire(first)
+    slots.acquire(line.waiter("second"))
+    slots.resize(2)
+    assert line.served == ["first", "second"]
+
+
 def test_who_asks_during_a_turn_waits_behind_the_queue() -> None:
     line = Line()
     slots = Slots(1, max_waiters=8)

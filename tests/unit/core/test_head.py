@@ -168,6 +168,11 @@ def test_refuses_a_head_of_64_kib() -> None:
     assert (error.status, error.reason) == (431, DenyReason.HEAD_TOO_LARGE)
 
 
+def test_refuses_a_head_that_has_filled_the_limit_and_not_ended() -> None:
+    assert parse_head(b"GET /" + b"a" * 94, 100) is INCOMPLETE
+    assert refused(b"GET /" + b"a" * 95, 100).status == 431
+
+
 def test_the_limit_counts_the_whole_head_and_nothing_after_it() -> None:
     assert parse_head(CONNECT + b"x" * 100, len(CONNECT)) == parsed(CONNECT)
     assert refused(CONNECT, len(CONNECT) - 1).status == 431
