@@ -8,12 +8,16 @@ from typing import Any
 
 import dns.rcode
 import pytest
+import pytest_asyncio
 
 from tests.support.dns_server import DnsServer, Failure, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.sockets import Server, echo, echo_server
 
 GOOD = ("s1", TOKEN)
+# One loop for the module, so that most tests can share one gateway and its name server.
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+Resolving = tuple[DnsServer, GatewayProcess]
 
 
 @asynccontextmanager
@@ -25,8 +29,15 @@ async def resolving_gateway(config: dict[str, Any] | None = None) -> AsyncIterat
             yield names, gateway
 
 
-async def test_a_name_is_resolved_here_and_its_judged_address_dialled() -> None:
-    async with resolving_gateway() as (names, gateway), echo_server() as server:
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def resolving() -> AsyncIterator[Resolving]:
+    async with resolving_gateway() as shared:
+        yield shared
+
+
+async def test_a_name_is_resolved_here_and_its_judged_address_dialled(resolving: Resolving) -> None:
+    names, gateway = resolving
+    async with echo_server() as server:
         names.script("echo.example.com", Records(("127.0.0.1",)))
         async with await gateway.client() as client:
             assert (await client.tunnel(f"ECHO.example.com.:{server.port}", GOOD, early=b"hello")).status == 200
@@ -35,8 +46,9 @@ async def test_a_name_is_resolved_here_and_its_judged_address_dialled() -> None:
         assert (line["address"], line["reason"], line["bytes_up"], line["bytes_down"]) == ("127.0.0.1", "done", 5, 5)
 
 
-async def test_a_rebinding_name_is_asked_once_and_never_again() -> None:
-    async with resolving_gateway() as (names, gateway), echo_server() as server:
+async def test_a_rebinding_name_is_asked_once_and_never_again(resolving: Resolving) -> None:
+    names, gateway = resolving
+    async with echo_server() as server:
         names.script("rebind.example.com", Records(("127.0.0.1",)), Records(("169.254.169.254",)), kind="A")
         async with await gateway.client() as client:
             assert (await client.tunnel(f"rebind.example.com:{server.port}", GOOD)).status == 200
@@ -51,47 +63,48 @@ async def test_a_rebinding_name_is_asked_once_and_never_again() -> None:
         "2002:a9fe:a9fe::1", "2001:0:a9fe:a9fe::1", "::a9fe:a9fe", "fd00:ec2::254", "fe80::1", "fec0::1", "ff02::1",
     ],
 )  # fmt: skip
-async def test_refuses_a_name_that_leads_to_an_address_that_is_not_public(address: str) -> None:
-    async with resolving_gateway() as (names, gateway):
-        names.script("inside.example.com", Records((address,)))
+async def test_refuses_a_name_that_leads_to_an_address_that_is_not_public(address: str, resolving: Resolving) -> None:
+    names, gateway = resolving
+    names.script("inside.example.com", Records((address,)))
+    async with await gateway.client() as client:
+        reply = await client.tunnel("inside.example.com:4000", GOOD)
+        assert (reply.status, reply.reason) == (403, "address_not_public")
+        assert address not in reply.body.decode() + reply.phrase
+
+
+async def test_refuses_an_answer_that_mixes_public_and_private_whole(resolving: Resolving) -> None:
+    names, gateway = resolving
+    names.script("mixed.example.com", Records(("93.184.215.14", "10.0.0.1")))
+    async with await gateway.client() as client:
+        reply = await client.tunnel("mixed.example.com:4000", GOOD)
+        assert (reply.status, reply.reason) == (403, "address_not_public")
+
+
+async def test_refuses_an_ip_literal_in_every_form_that_is_not_public(resolving: Resolving) -> None:
+    _, gateway = resolving
+    for literal in ("169.254.169.254", "[::ffff:a9fe:a9fe]", "[64:ff9b::a9fe:a9fe]", "[fd00:ec2::254]"):
         async with await gateway.client() as client:
-            reply = await client.tunnel("inside.example.com:4000", GOOD)
-            assert (reply.status, reply.reason) == (403, "address_not_public")
-            assert address not in reply.body.decode() + reply.phrase
+            reply = await client.tunnel(f"{literal}:4000", GOOD)
+            assert (literal, reply.status, reply.reason) == (literal, 403, "address_not_public")
 
 
-async def test_refuses_an_answer_that_mixes_public_and_private_whole() -> None:
-    async with resolving_gateway() as (names, gateway):
-        names.script("mixed.example.com", Records(("93.184.215.14", "10.0.0.1")))
-        async with await gateway.client() as client:
-            reply = await client.tunnel("mixed.example.com:4000", GOOD)
-            assert (reply.status, reply.reason) == (403, "address_not_public")
-
-
-async def test_refuses_an_ip_literal_in_every_form_that_is_not_public() -> None:
-    async with resolving_gateway() as (_, gateway):
-        for literal in ("169.254.169.254", "[::ffff:a9fe:a9fe]", "[64:ff9b::a9fe:a9fe]", "[fd00:ec2::254]"):
-            async with await gateway.client() as client:
-                reply = await client.tunnel(f"{literal}:4000", GOOD)
-                assert (literal, reply.status, reply.reason) == (literal, 403, "address_not_public")
-
-
-async def test_refuses_this_hosts_own_addresses_on_any_port() -> None:
+async def test_refuses_this_hosts_own_addresses_on_any_port(resolving: Resolving) -> None:
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))
         own = probe.getsockname()[0]
-    async with resolving_gateway() as (names, gateway), Server(echo) as server:
+    names, gateway = resolving
+    async with Server(echo) as server:
         names.script("own.example.com", Records((own,)))
         async with await gateway.client() as client:
             reply = await client.tunnel(f"own.example.com:{server.port}", GOOD)
             assert (reply.status, reply.reason) == (403, "address_not_public")
 
 
-async def test_refuses_the_gateways_own_ports_even_where_loopback_is_allowed() -> None:
-    async with resolving_gateway() as (_, gateway):
-        for port in (gateway.port, gateway.metrics_port):
-            async with await gateway.client() as client:
-                assert (await client.tunnel(f"127.0.0.1:{port}", GOOD)).reason == "address_not_public"
+async def test_refuses_the_gateways_own_ports_even_where_loopback_is_allowed(resolving: Resolving) -> None:
+    _, gateway = resolving
+    for port in (gateway.port, gateway.metrics_port):
+        async with await gateway.client() as client:
+            assert (await client.tunnel(f"127.0.0.1:{port}", GOOD)).reason == "address_not_public"
 
 
 async def test_denied_networks_are_refused_though_public() -> None:
@@ -147,8 +160,9 @@ async def test_a_client_that_resets_while_its_name_is_resolved_gives_its_slot_ba
                     assert (await client.tunnel(f"quick.example.com:{server.port}", GOOD)).status == 200
 
 
-async def test_first_address_dead_second_alive_connects_through_the_second() -> None:
-    async with resolving_gateway() as (names, gateway), echo_server() as server:
+async def test_first_address_dead_second_alive_connects_through_the_second(resolving: Resolving) -> None:
+    names, gateway = resolving
+    async with echo_server() as server:
         names.script("twice.example.com", Records(("127.0.0.2", "127.0.0.1")), kind="A")
         names.script("twice.example.com", Records(), kind="AAAA")
         async with await gateway.client() as client:
@@ -156,8 +170,9 @@ async def test_first_address_dead_second_alive_connects_through_the_second() -> 
         assert (await gateway.await_audit("s1", event="allow", host="twice.example.com"))["address"] == "127.0.0.1"
 
 
-async def test_a_refused_connection_is_told_in_words() -> None:
-    async with resolving_gateway() as (_, gateway), await gateway.client() as client:
+async def test_a_refused_connection_is_told_in_words(resolving: Resolving) -> None:
+    _, gateway = resolving
+    async with await gateway.client() as client:
         reply = await client.tunnel("127.0.0.1:1", GOOD)
         assert (reply.status, reply.reason) == (502, "connect_refused")
         assert b"connection refused" in reply.body
