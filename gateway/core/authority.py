@@ -65,6 +65,8 @@ def parse_authority(raw: bytes, default_port: int | None = None) -> Authority:
     anything else than one name, one dotted-quad IPv4 address or one bracketed IPv6 address, and one port
     without sign or leading zero.
     """
+    if len(raw) > MAX_AUTHORITY_BYTES:
+        raise AuthorityError("the host is too long")
     match = _match_plain(raw)
     if match is None:
         return _parse_rare(raw, default_port)
@@ -95,8 +97,6 @@ def parse_absolute_http(target: bytes) -> tuple[Authority, bytes]:
 
 def _parse_rare(raw: bytes, default_port: int | None) -> Authority:
     """Read an IPv6 literal or an international name; anything else is not allowed."""
-    if len(raw) > MAX_AUTHORITY_BYTES:
-        raise AuthorityError("the host is too long")
     # Refused by itself because `good.example@evil.example` is the oldest way to show one host and reach
     # another.
     if b"@" in raw:

@@ -15,7 +15,7 @@ from gateway.core.verdict import DenyReason
 # Browsers with post-quantum key shares send about 2 KiB.
 MAX_HELLO_BYTES: Final = 16 * 1024
 # A client needs one record; some split it into a few. The bound keeps it cheap to read again after each segment.
-MAX_HELLO_RECORDS: Final = 64
+MAX_HELLO_RECORDS: Final = 16
 
 _HANDSHAKE: Final = 22
 _CLIENT_HELLO: Final = 1

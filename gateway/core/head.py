@@ -20,14 +20,17 @@ MAX_HEADERS: Final = 128
 MAX_METHOD_BYTES: Final = 32
 
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
-# The quantifiers are possessive (`++`): nothing is tried twice, so matching takes linear time on any input.
+# Repeated characters are possessive (`++`): nothing is tried twice, so matching takes linear time on any input. Groups
+# are not: up to Python 3.11.4 a possessive group keeps what its last, failed round consumed (CPython gh-106052).
 _LINE: Final = rb"(%b{1,%d}+) ([\x21-\x7e\x80-\xff]++) HTTP/1\.([01])\r\n" % (_TOKEN, MAX_METHOD_BYTES)
 _FIELD: Final = rb"%b++:[ \t]*+[\t\x20-\x7e\x80-\xff]*+\r\n" % _TOKEN
 
-_match_head: Final = re.compile(rb"%b((?:%b)*+)\r\n" % (_LINE, _FIELD)).fullmatch
+_match_head: Final = re.compile(rb"%b((?:%b)*)\r\n" % (_LINE, _FIELD)).fullmatch
 _match_line: Final = re.compile(_LINE).fullmatch
 _match_method: Final = re.compile(rb"%b{1,%d}+(?: |\Z)" % (_TOKEN, MAX_METHOD_BYTES)).match
 _match_version: Final = re.compile(rb"[^ ]++ [\x21-\x7e\x80-\xff]++ HTTP/[0-9.]+\r\n").fullmatch
+_match_fields: Final = re.compile(rb"(?:%b)*" % _FIELD).match
+_match_name: Final = re.compile(rb"%b++:" % _TOKEN).match
 _find_fields: Final = re.compile(rb"([^:]++):[ \t]*+([^\r]*+)\r\n").findall
 _match_length: Final = re.compile(rb"0|[1-9][0-9]{0,17}").fullmatch
 
@@ -181,12 +184,11 @@ def _diagnose(data: bytes) -> NoReturn:
         if _match_version(line + newline):
             _malformed("only HTTP/1.0 and HTTP/1.1 are spoken here")
         _malformed("the request line is not `METHOD target HTTP/1.1`")
-    for field in rest.split(b"\r\n"):
-        if field.startswith((b" ", b"\t")):
-            _malformed("a header line is folded (RFC 9112 §5.2)")
-        name, colon, value = field.partition(b":")
-        if field and (not colon or not name or re.fullmatch(rb"%b+" % _TOKEN, name) is None):
-            _malformed("a header name is not a token followed by a colon")
-        if re.fullmatch(rb"[\t\x20-\x7e\x80-\xff]*", value) is None:
-            _malformed("a header value holds a control character")
-    _malformed("the request head is malformed")
+    # The first line that is no header field, without the empty line that ends a head.
+    good = _match_fields(rest)
+    field = rest[good.end() :].partition(b"\r\n")[0] if good else rest
+    if field.startswith((b" ", b"\t")):
+        _malformed("a header line is folded (RFC 9112 §5.2)")
+    if _match_name(field) is None:
+        _malformed("a header name is not a token followed by a colon")
+    _malformed("a header value holds a control character")

@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gateway.core.authority import Authority, AuthorityError, parse_absolute_http, parse_authority
-from gateway.core.clienthello import ClientHello, HelloError, parse_client_hello
+from gateway.core.clienthello import MAX_HELLO_RECORDS, ClientHello, HelloError, parse_client_hello
 from gateway.core.head import Head, HeadError, NoBody, body_framing, parse_head
 from gateway.core.incomplete import INCOMPLETE, Incomplete
 from gateway.core.proxy_header import SIGNATURE, ProxyHeader, ProxyHeaderError, parse_proxy_header
@@ -76,7 +76,7 @@ def hellos(draw: st.DrawFn) -> tuple[bytes, ClientHello]:
     if hidden:
         built.append(client_hello.encrypted())
     message = client_hello.message(draw(st.permutations(built)), session_id=draw(st.binary(max_size=32)))
-    cuts = draw(st.lists(st.integers(1, 50), max_size=20))
+    cuts = draw(st.lists(st.integers(1, 50), max_size=MAX_HELLO_RECORDS - 1))
     return client_hello.records(message, cuts), ClientHello(name, hidden, protocols)
 
 

@@ -157,11 +157,19 @@ def test_refuses_a_hello_larger_than_the_limit_as_soon_as_it_says_so() -> None:
 
 
 def test_the_limit_counts_the_record_headers_too() -> None:
-    # 30 bytes of message in records of one byte are 180 bytes on the wire.
-    split = records(message(), [1] * 30)
-    assert "larger than 100" in refused(split, 100).message
-    assert parse_client_hello(split[:99], 100) is INCOMPLETE
-    assert "larger than 100" in refused(split[:100], 100).message
+    split = records(message(), [1] * 15)
+    assert len(split) > 120 > len(message())
+    # Fifteen records of one byte, then the header of the last one, which says how far it will go.
+    assert parse_client_hello(split[:94], 120) is INCOMPLETE
+    assert "larger than 120" in refused(split[:95], 120).message
+    assert "larger than 120" in refused(split, 120).message
+    assert parse_client_hello(split, len(split)) == ClientHello(None, False, ())
+
+
+def test_refuses_a_hello_that_has_filled_the_limit_and_not_ended() -> None:
+    split = records(message(), [1] * 15)
+    assert parse_client_hello(split[:89], 90) is INCOMPLETE
+    assert "larger than 90" in refused(split[:90], 90).message
 
 
 def test_a_hello_that_is_not_whole_is_incomplete() -> None:
