@@ -146,6 +146,9 @@ def parse_response_head(data: bytes | bytearray, max_bytes: int = MAX_RESPONSE_H
     if end < 0:
         if len(data) >= max_bytes:
             raise ResponseError(f"the response head is larger than {max_bytes} bytes")
+        # No continuation mends a bare newline, and the empty line may never come.
+        if data.count(b"\n") != data.count(b"\r\n"):
+            raise ResponseError("a line of the response head ends in a bare newline")
         return INCOMPLETE
     match = _match_response(data, 0, end + 4)
     if match is None:

@@ -82,6 +82,9 @@ class Dialer:
         def done(result: Connected | DialError) -> None:
             if not future.done():
                 future.set_result(result)
+            elif isinstance(result, Connected):
+                # Cancelled, but the coroutine has not run since: nobody else would close it.
+                result.sock.close()
 
         dial = self.dial(addresses, port, done)
         try:

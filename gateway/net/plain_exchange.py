@@ -108,7 +108,9 @@ class Exchange:
         if held == len(client.data):
             if client.ended:
                 # The rest of the body will never come, and what the server makes of a part is nobody's wish.
-                self._end(CloseReason.CLIENT_GONE, Deny(DenyReason.MALFORMED_REQUEST, "the request's body is not whole"))
+                self._end(
+                    CloseReason.CLIENT_GONE, Deny(DenyReason.MALFORMED_REQUEST, "the request's body is not whole")
+                )
             return False
         return True
 

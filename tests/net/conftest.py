@@ -12,6 +12,7 @@ def gateway() -> Iterator[GatewayProcess]:
     """Run one gateway with a session of each kind for a module of tests."""
     sessions = [
         {"id": "s1"},
+        {"id": "second"},
         {
             "id": "listed",
             "network": "registries",
