@@ -334,6 +334,12 @@ def test_trust_opens_what_companies_use_inside(network: str, address: str) -> No
     assert addresses(address, facts=HostFacts()) is DenyReason.ADDRESS_NOT_PUBLIC
 
 
+def test_trust_can_name_an_address_literal() -> None:
+    facts = trusting("10.20.0.0/16", "10.20.1.1")
+    assert addresses("10.20.1.1", to="10.20.1.1:443", facts=facts) == "trusted"
+    assert addresses("10.20.1.2", to="10.20.1.2:443", facts=facts) is DenyReason.ADDRESS_NOT_PUBLIC
+
+
 def test_a_denied_network_wins_over_a_trusted_one() -> None:
     facts = trusting("10.20.0.0/16", "a.example", denied=("10.20.9.0/24",))
     assert addresses("10.20.8.1", facts=facts) == "trusted"
