@@ -65,7 +65,9 @@ class Daemon:
                     [
                         *("setpriv", f"--reuid={self._uid}", f"--regid={self._uid}"),
                         *([f"--groups={groups}"] if groups else ["--clear-groups"]),
-                        *("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all", "--", *self._argv),
+                        *("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"),
+                        # Bound to the thread that starts it, so start daemons from the main thread.
+                        *("--pdeathsig=TERM", "--", *self._argv),
                     ],
                     log=log,
                     env={**self._environment, "NOTIFY_SOCKET": str(self._notify)},

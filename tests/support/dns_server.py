@@ -6,6 +6,7 @@ public address first and a private one after (rebinding), or fail once and then 
 
 import asyncio
 import struct
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any, Final, Self
 
@@ -55,6 +56,7 @@ class Garbage:
 
 
 Answer = Records | Failure | Silence | Truncated | Garbage
+NO_SUCH_NAME: Final = Failure(dns.rcode.NXDOMAIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +71,15 @@ class Query:
 class DnsServer:
     """Use as an async context manager; `address` is what goes into the gateway's `nameservers`."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, port: int = 0, otherwise: Answer = NO_SUCH_NAME) -> None:
+        """`port` 0 takes a free one; `otherwise` answers for every name without a script."""
+        self._wanted_port = port
+        self._otherwise = otherwise
         self._answers: dict[tuple[str, str | None], list[Answer]] = {}
         self._udp: asyncio.DatagramTransport | None = None
         self._tcp: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
+        self._arrived = asyncio.Event()
         self._released = asyncio.Event()
         self._released.set()
         self.queries: list[Query] = []
@@ -104,9 +110,19 @@ class DnsServer:
         """Return how many queries came for `name`."""
         return sum(query.name == name and kind in (None, query.kind) for query in self.queries)
 
+    async def arriving(self) -> AsyncIterator[Query]:
+        """Yield each query as it comes, without end."""
+        seen = 0
+        while True:
+            while seen < len(self.queries):
+                yield self.queries[seen]
+                seen += 1
+            self._arrived.clear()
+            await self._arrived.wait()
+
     async def __aenter__(self) -> Self:
         for attempt in range(_BIND_TRIES):
-            self._tcp = await asyncio.start_server(self._serve_tcp, "127.0.0.1", 0)
+            self._tcp = await asyncio.start_server(self._serve_tcp, "127.0.0.1", self._wanted_port)
             self.port = self._tcp.sockets[0].getsockname()[1]
             try:
                 self._udp, _ = await asyncio.get_running_loop().create_datagram_endpoint(
@@ -137,6 +153,7 @@ class DnsServer:
         name = question.name.to_text(omit_final_dot=True).lower()
         kind = dns.rdatatype.to_text(question.rdtype)
         self.queries.append(Query(name, kind, transport))
+        self._arrived.set()
         answer = self._next(name, kind)
         await self._released.wait()
         response = dns.message.make_response(query, recursion_available=True)
@@ -159,7 +176,7 @@ class DnsServer:
     def _next(self, name: str, kind: str) -> Answer:
         answers = self._answers.get((name, kind)) or self._answers.get((name, None))
         if answers is None:
-            return Failure(dns.rcode.NXDOMAIN)
+            return self._otherwise
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
     async def _serve_tcp(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

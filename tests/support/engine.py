@@ -168,6 +168,10 @@ class PrivateEngine:
             self._daemon.kill()
         stop(self._daemon, grace_s=_STOP_GRACE_S)
 
+    def processes(self) -> list[int]:
+        """Return all processes of this engine and its containers, also those that an earlier run left."""
+        return [pid for pid in all_pids() if self._is_ours(pid)]
+
     def log_tail(self, lines: int = 20) -> str:
         """Return the end of the engine's log."""
         try:
@@ -291,7 +295,7 @@ level = "error"
         self._clear_leftovers()
 
     def _clear_leftovers(self) -> None:
-        kill_all(pid for pid in all_pids() if self._is_ours(pid))
+        kill_all(self.processes())
         _detach_loop_devices(self._data / "docker" / "volumes")
         for hierarchy in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")):
             _remove_cgroup(hierarchy / self._cgroup)
