@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from pathlib import Path
 
@@ -26,6 +27,8 @@ def main() -> None:
         sys.exit(EXIT_CONFIG)
     if arguments.check_config:
         return
+    # What it keeps is for its own group at most, whatever it was started with.
+    os.umask(0o027)
     # The service manager's journal adds the time.
     logging.basicConfig(
         level=logging.DEBUG if arguments.verbose else logging.INFO,

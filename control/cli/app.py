@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from control.cli.host import host, images
 from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table, with_client
 
 app = typer.Typer(
@@ -16,6 +17,9 @@ app = typer.Typer(
     rich_markup_mode=None,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
+
+app.add_typer(host, name="host")
+app.add_typer(images, name="images")
 
 Json = Annotated[bool, typer.Option("--json", help="JSON for programs instead of text for people.")]
 SessionArg = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id; see `opificia sessions`.")]

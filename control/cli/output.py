@@ -77,8 +77,9 @@ def table(*columns: str) -> "Table":
     from rich.table import Table
 
     made = Table(box=None, pad_edge=False, header_style="bold")
-    for column in columns:
-        made.add_column(column, overflow="fold")
+    for number, column in enumerate(columns):
+        # The first tells the rows apart and is what people copy.
+        made.add_column(column, overflow="fold", no_wrap=number == 0)
     return made
 
 
@@ -93,4 +94,5 @@ def show(made: "Table") -> None:
     """Print a table."""
     from rich.console import Console
 
-    Console(highlight=False).print(made)
+    # Where no person looks, a line stays a line.
+    Console(highlight=False, width=None if sys.stdout.isatty() else 1_000).print(made)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
 
 from control.api.types import SessionView
-from control.cli.archive import ArchiveError, pack, unpack
+from control.archive import ArchiveError, Unpacked, unpack
+from control.cli.archive import pack
 from control.cli.output import EXIT_HOST, as_json, fail
 from control.cli.text import Escaper, escape_line
 from control.client import ControlClient
@@ -88,9 +89,14 @@ async def run_session(client: ControlClient, spec: SandboxSpec, options: RunOpti
     progress = Progress(options)
     try:
         session = await client.create(spec)
-        if options.in_dir is not None:
-            await _upload(client, session.id, options.in_dir)
-        progress.update(await client.launch(session.id))
+        try:
+            if options.in_dir is not None:
+                await _upload(client, session.id, options.in_dir)
+            progress.update(await client.launch(session.id))
+        except BaseException:
+            # It would stay as it is for ever.
+            await client.stop(session.id)
+            raise
         session = await _follow(client, session.id, progress, options)
     finally:
         progress.close()
@@ -109,7 +115,6 @@ async def _upload(client: ControlClient, session: str, folder: Path) -> None:
         try:
             await asyncio.to_thread(pack, folder, archive)
         except ArchiveError as error:
-            await client.stop(session)
             fail(f"{error}; check --in", EXIT_HOST)
         archive.seek(0)
         # aiohttp closes what it sends from.
@@ -211,10 +216,16 @@ async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet:
         archive = Path(temporary) / "out.tar"
         await client.out(session, archive)
         try:
-            made, refused = await asyncio.to_thread(unpack, archive, folder)
-        except ArchiveError as error:
-            fail(str(error))
-    for line in refused:
+            done = await asyncio.to_thread(_unpack_out, archive, folder)
+        except (ArchiveError, OSError) as error:
+            fail(f"the results cannot be unpacked into {folder}: {error}")
+    for line in done.refused:
         print(f"opificia: left out {escape_line(line)}", file=sys.stderr)
     if not quiet and sys.stderr.isatty():
-        print(f"opificia: {made} entries in {folder}", file=sys.stderr)
+        print(f"opificia: {done.entries} entries in {folder}", file=sys.stderr)
+
+
+def _unpack_out(archive: Path, folder: Path) -> Unpacked:
+    folder.mkdir(parents=True, exist_ok=True)
+    # The daemon has bounded it already, by the size of /out. The engine puts all under the folder's own name.
+    return unpack(archive, folder, max_bytes=2**62, max_entries=2**62, strict=False, strip=1)

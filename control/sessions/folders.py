@@ -3,9 +3,10 @@
 import os
 import shutil
 import stat
-import tarfile
 from pathlib import Path
 from typing import Final
+
+from control.archive import ArchiveError, unpack
 
 # Entries of an uploaded archive; as many as /out may hold.
 MAX_IN_ENTRIES: Final = 100_000
@@ -25,28 +26,13 @@ def make(folder: Path) -> None:
 
 
 def unpack_input(folder: Path, archive: Path, limit_bytes: int) -> None:
-    """Unpack an uploaded tar into `in`. Raises InputError; nothing is left of it then.
-
-    The archive is the caller's: the `data` filter (PEP 706) keeps links, devices and names inside the folder.
-    """
+    """Unpack an uploaded tar into `in`. Raises InputError; nothing is left of it then."""
     target = folder / "in"
     try:
-        with tarfile.open(archive, "r:*") as tar:
-            total = 0
-            for count, member in enumerate(tar, 1):
-                total += member.size
-                if total > limit_bytes or count > MAX_IN_ENTRIES:
-                    raise InputError(f"the input is larger than {limit_bytes} bytes or {MAX_IN_ENTRIES} files")
-                safe = tarfile.data_filter(member, str(target))
-                # Readable for the sandbox's user, whoever packed it.
-                extra = 0o555 if member.isdir() or (member.mode & 0o100) else 0o444
-                tar.extract(safe.replace(mode=(safe.mode or 0) | extra | 0o200, deep=False), target, filter="fully_trusted")
-    except InputError:
+        unpack(archive, target, max_bytes=limit_bytes, max_entries=MAX_IN_ENTRIES, strict=True)
+    except ArchiveError as error:
         _empty(target)
-        raise
-    except (tarfile.TarError, OSError, EOFError, ValueError) as error:
-        _empty(target)
-        raise InputError(f"the input is not a tar archive that can be unpacked: {error}") from error
+        raise InputError(f"the input is not an archive that can be used: {error}") from error
 
 
 def _empty(folder: Path) -> None:

@@ -1,0 +1,52 @@
+"""What is done about what is found at a start."""
+
+import pytest
+
+from control.plan.reconcile import Adopt, CleanUp, Fail, Found, RemoveStray, Requeue, reconcile
+from control.plan.session import Session, SessionState
+
+S = SessionState
+LIVE = (S.LAUNCHING, S.CONNECTED, S.RUNNING)
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_live_session_whose_container_was_started_is_kept(state: SessionState) -> None:
+    assert reconcile({"s": Session(state=state, container="c")}, [Found("c", "s", True)]) == [Adopt("s", "c")]
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_live_session_whose_container_is_gone_has_failed(state: SessionState) -> None:
+    assert reconcile({"s": Session(state=state, container="c")}, []) == [Fail("s", vanished=True)]
+
+
+def test_a_launch_that_never_made_a_container_has_failed() -> None:
+    assert reconcile({"s": Session(state=S.LAUNCHING)}, []) == [Fail("s", vanished=False)]
+
+
+def test_a_container_made_in_the_moment_of_the_crash_is_found_by_its_label() -> None:
+    assert reconcile({"s": Session(state=S.LAUNCHING)}, [Found("c", "s", True)]) == [Adopt("s", "c")]
+
+
+def test_a_container_that_was_never_started_cannot_be_taken_up() -> None:
+    found = reconcile({"s": Session(state=S.LAUNCHING, container="c")}, [Found("c", "s", False)])
+    assert found == [Fail("s", vanished=False), RemoveStray("c", "s", ran=False)]
+
+
+def test_waiting_sessions_wait_again_in_their_order() -> None:
+    sessions = {"b": Session(waiting=True), "a": Session(waiting=True), "idle": Session()}
+    assert reconcile(sessions, []) == [Requeue("b"), Requeue("a")]
+
+
+@pytest.mark.parametrize("state", [S.EXITED, S.FAILED, S.STOPPED])
+def test_an_ended_session_is_cleaned_up_with_its_container(state: SessionState) -> None:
+    assert reconcile({"s": Session(state=state, container="c")}, [Found("c", "s", True)]) == [CleanUp("s")]
+
+
+def test_a_container_that_no_session_knows_is_stray() -> None:
+    assert reconcile({}, [Found("c", "unknown", True)]) == [RemoveStray("c", "unknown", ran=True)]
+
+
+def test_a_second_container_of_a_live_session_is_stray() -> None:
+    sessions = {"s": Session(state=S.RUNNING, container="c1")}
+    found = reconcile(sessions, [Found("c1", "s", True), Found("c2", "s", True)])
+    assert found == [Adopt("s", "c1"), RemoveStray("c2", "s", ran=True)]
