@@ -126,7 +126,7 @@ class Demo:
         return f"curl and git: 403 {reason}; at level open the policy lets it through"
 
     def metadata(self) -> str:
-        """The cloud's metadata address: refused by policy, refused by class even where a rule names it, no route."""
+        """The cloud's metadata address: refused by policy, refused by class even where a rule names it, no way past the proxy."""
         url = f"http://{METADATA}/latest/meta-data/"
         listed = self.agent.run("curl", "-sS", "-o", "/dev/null", "-w", "%{http_code}", url)
         require(listed.stdout == "403", f"level registries: {listed.output}")
@@ -136,7 +136,7 @@ class Demo:
         require(reason == "address_not_public", f"level open, allowed by a rule: refused for {reason}")
         direct = self.agent.run("curl", "-sS", "--noproxy", "*", "--max-time", "3", url)
         require(direct.code != 0, f"reached without the proxy: {direct.output}")
-        return f"403 {reason}, even at level open with a rule that names it; no route past the proxy"
+        return f"403 {reason}, even at level open with a rule that names it; no way past the proxy"
 
     def host_port(self) -> str:
         """A port that listens on the host."""

@@ -154,6 +154,12 @@ class PrivateHost:
             )
         return done
 
+    def may_read(self, path: Path, uid: int, groups: Sequence[int]) -> bool:
+        """Tell whether a user of these groups may read a file of the host, or connect to a socket."""
+        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", f"--groups={','.join(map(str, groups))}", "--"]
+        # access(2) looks at modes and folders only, which is all that keeps our users apart.
+        return subprocess.run([*user, "test", "-r", str(path)], cwd="/").returncode == 0
+
     def logs(self) -> str:
         """Return what both daemons have logged."""
         return f"--- gateway\n{self.gateway.log()}--- control\n{self.control.log()}"

@@ -72,6 +72,10 @@ class Sandbox:
 
         return cls(api, engine, _call(api, work))
 
+    def wait_connected(self) -> None:
+        """Wait until the runner is connected, as after a restart of a daemon."""
+        wait_until(lambda: self.view().runner_connected, f"runner of session {self.session}", timeout_s=START_TIMEOUT_S)
+
     def run(self, *argv: str, stdin: str = "", timeout_s: float = 60.0) -> Ran:
         """Run a command to its end; one that takes longer than `timeout_s` has the exit code 124."""
 

@@ -1,0 +1,47 @@
+"""One private host for the folder: engine, forwarder, both daemons as their own users, and two sandboxes."""
+
+from collections.abc import Iterator
+
+import pytest
+
+from control.plan.network import NetworkSettings
+from control.spec import SandboxSpec
+from gateway.contract.policy import NetworkLevel
+from tests.support.engine import PrivateEngine
+from tests.support.host import Model, PrivateHost, stand_in_model
+from tests.support.sandbox import IMAGE, Sandbox
+
+METADATA = "169.254.169.254"
+
+
+@pytest.fixture(scope="package")
+def model() -> Iterator[Model]:
+    with stand_in_model() as provider:
+        yield provider
+
+
+@pytest.fixture(scope="package")
+def host(engine: PrivateEngine, model: Model) -> Iterator[PrivateHost]:
+    with PrivateHost(engine, model) as private:
+        yield private
+
+
+@pytest.fixture(scope="package")
+def network() -> NetworkSettings:
+    return NetworkSettings()
+
+
+@pytest.fixture(scope="package")
+def agent(host: PrivateHost) -> Iterator[Sandbox]:
+    """Level `registries`, as most sessions have it."""
+    sandbox = host.sandbox(SandboxSpec(image=IMAGE, network=NetworkLevel.REGISTRIES))
+    yield sandbox
+    sandbox.stop()
+
+
+@pytest.fixture(scope="package")
+def other(host: PrivateHost) -> Iterator[Sandbox]:
+    """Level `open`, and a rule that names the metadata address."""
+    sandbox = host.sandbox(SandboxSpec(image=IMAGE, network=NetworkLevel.OPEN, allow=(METADATA,)))
+    yield sandbox
+    sandbox.stop()
