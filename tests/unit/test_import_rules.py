@@ -48,9 +48,7 @@ def test_every_module_imports_only_what_its_layer_may() -> None:
         ("control/plan/session.py", "import docker", "imports docker"),
     ],
 )
-def test_the_check_finds_what_is_forbidden(
-    tmp_path: Path, module: str, source: str, problem: str | None
-) -> None:
+def test_the_check_finds_what_is_forbidden(tmp_path: Path, module: str, source: str, problem: str | None) -> None:
     path = tmp_path / module
     path.parent.mkdir(parents=True)
     path.write_text(source)
