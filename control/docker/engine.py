@@ -7,6 +7,8 @@ Streams have threads of their own, so that sessions that wait do not take thread
 import asyncio
 import concurrent.futures
 import contextlib
+import json
+import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,11 +17,14 @@ from typing import Any, Final, TypeVar
 import docker.errors
 import requests.exceptions
 from docker import APIClient
+from docker.constants import DEFAULT_DOCKER_API_VERSION
 
-from control.docker.stream import Stream
+from control.docker.stream import Stream, unreachable
 from control.docker.types import EngineError, EngineUnavailableError, NotFoundError
 
 T = TypeVar("T")
+
+_MAX_VERSION_BYTES: Final = 1024 * 1024
 
 # What the engine says in these cases explains little; each is followed by what an operator can do.
 _REMEDIES: Final = (
@@ -103,7 +108,7 @@ class Engine:
         Returns when the thread has ended, also when cancelled, so that nothing is written behind the caller's back.
         """
         if not self._version:
-            self._version = await self.call(lambda api: api.api_version)
+            await self.call(lambda api: api.api_version)
         timeout_s = self._timeout_s if head_timeout_s is None else head_timeout_s
         loop = asyncio.get_running_loop()
         done: asyncio.Future[T] = loop.create_future()
@@ -148,35 +153,32 @@ class Engine:
             raise NotFoundError(*_explain(error)) from error
         except docker.errors.APIError as error:
             raise EngineError(*_explain(error)) from error
-        except requests.exceptions.Timeout as error:
-            raise EngineUnavailableError(
-                f"The Docker engine did not answer within {self._timeout_s:g} s.", "Look at its log; it may hang."
-            ) from error
         except (requests.exceptions.RequestException, docker.errors.DockerException, OSError) as error:
-            raise EngineUnavailableError(*self._unreachable(error)) from error
+            raise unreachable(self._socket_path, error) from error
 
     def _client(self) -> APIClient:
         client: APIClient | None = getattr(self._local, "client", None)
         if client is None:
-            # Asks the engine for its API version, so it fails like any other call when the engine is away.
-            client = APIClient(f"unix://{self._socket_path}", version="auto", timeout=int(self._timeout_s))
+            # Left to itself docker-py would ask for the version here, and leak its socket when that fails.
+            self._version = self._version or self._negotiate()
+            client = APIClient(f"unix://{self._socket_path}", version=self._version, timeout=math.ceil(self._timeout_s))
             self._local.client = client
             self._clients.append(client)
         return client
 
-    def _unreachable(self, error: BaseException) -> tuple[str, str]:
-        text = str(error)
-        if "Permission denied" in text:
-            return (
-                f"No permission to use the Docker engine at {self._socket_path}.",
-                "Run as a member of the socket's group (membership is as good as root).",
-            )
-        if "No such file" in text:
-            return (
-                f"There is no Docker engine at {self._socket_path}.",
-                "Install and start one (apt-get install docker.io), or correct [docker] socket.",
-            )
-        return f"The Docker engine at {self._socket_path} does not answer.", "Start it: systemctl start docker."
+    def _negotiate(self) -> str:
+        """Return the newest API version that engine and docker-py both speak. Runs in a thread."""
+        with Stream(self._socket_path, "GET", "/version", {}, head_timeout_s=self._timeout_s) as stream:
+            answer = bytearray()
+            while (data := stream.read()) and len(answer) < _MAX_VERSION_BYTES:
+                answer += data
+        try:
+            theirs = str(json.loads(answer)["ApiVersion"])
+            return min(theirs, DEFAULT_DOCKER_API_VERSION, key=lambda text: tuple(map(int, text.split("."))))
+        except (ValueError, KeyError, TypeError) as error:
+            raise EngineUnavailableError(
+                f"What answers at {self._socket_path} is no Docker engine.", "Correct [docker] socket."
+            ) from error
 
 
 def _explain(error: docker.errors.APIError) -> tuple[str, str]:

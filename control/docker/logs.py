@@ -72,8 +72,9 @@ class LogFollower:
         Raises EngineError when the engine refuses; an engine that is away is waited for.
         """
         retry_s = _RETRY_S
-        # Output that was taken while the engine stayed the same, up to its end, is whole.
-        whole_in: int | None = None
+        # An attachment that ended while the engine stayed the same brought everything.
+        attached_in: int | None = None
+        followed_in: int | None = None
         while True:
             try:
                 await self._events.listening()
@@ -81,15 +82,18 @@ class LogFollower:
                 state = (await self._engine.call(lambda api: api.inspect_container(self._container)))["State"]
                 if state["Status"] == "created":
                     await self._attach()
-                    whole_in = generation
-                elif whole_in != generation:
-                    await self._read_record()
-                    whole_in = generation
+                    attached_in = generation
                 elif not state["Running"]:
+                    if attached_in != generation:
+                        # Also after following: the engine ends that before a last line without a newline.
+                        await self._read_record(follow=False)
                     return
-                else:
+                elif generation in (attached_in, followed_in):
                     # Both outputs are closed, and either the program closed them or its end is not recorded yet.
                     await self._another_look()
+                else:
+                    await self._read_record(follow=True)
+                    followed_in = generation
                 retry_s = _RETRY_S
             except NotFoundError:
                 return
@@ -116,7 +120,7 @@ class LogFollower:
         query = {"stream": "1", "stdout": "1", "stderr": "1"}
         await self._engine.in_thread("POST", f"/containers/{self._container}/attach", query, consume)
 
-    async def _read_record(self) -> None:
+    async def _read_record(self, *, follow: bool) -> None:
         left_out = {stream: self._tally[stream] for stream in LogStream}
 
         def take(stream_kind: LogStream, data: bytes) -> None:
@@ -128,7 +132,7 @@ class LogFollower:
                 self._sink.write(stream_kind, fresh)
 
         self.attached.set()
-        query = {"follow": "1", "stdout": "1", "stderr": "1"}
+        query = {"follow": str(int(follow)), "stdout": "1", "stderr": "1"}
         path = f"/containers/{self._container}/logs"
         await self._engine.in_thread("GET", path, query, lambda stream: _demultiplex(stream, take))
 

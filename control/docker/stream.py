@@ -46,9 +46,7 @@ class Stream:
             self._socket.settimeout(None)
         except (OSError, http.client.HTTPException) as error:
             self._socket.close()
-            raise EngineUnavailableError(
-                f"The Docker engine at {socket_path} does not answer: {error}.", "Is it running?"
-            ) from error
+            raise unreachable(socket_path, error) from error
         except BaseException:
             self._socket.close()
             raise
@@ -92,3 +90,25 @@ class Stream:
     ) -> None:
         self._response.close()
         self._socket.close()
+
+
+def unreachable(socket_path: str, error: BaseException) -> EngineUnavailableError:
+    """Say why the engine could not be reached, and what to do about it."""
+    text = str(error)
+    if "Permission denied" in text:
+        return EngineUnavailableError(
+            f"No permission to use the Docker engine at {socket_path}.",
+            "Run as a member of the socket's group (membership is as good as root).",
+        )
+    if "No such file" in text:
+        return EngineUnavailableError(
+            f"There is no Docker engine at {socket_path}.",
+            "Install and start one (apt-get install docker.io), or correct [docker] socket.",
+        )
+    if "timed out" in text:
+        return EngineUnavailableError(
+            f"The Docker engine at {socket_path} did not answer in time.", "Look at its log; it may hang."
+        )
+    return EngineUnavailableError(
+        f"The Docker engine at {socket_path} does not answer.", "Start it: systemctl start docker."
+    )

@@ -18,7 +18,7 @@ _FIRST_SANDBOX_OFFSET: Final = 16
 _MAX_PREFIX: Final = 27
 _NAME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{1,62}", re.ASCII)
 # IFNAMSIZ is 16 with the final NUL (linux/if.h).
-_INTERFACE: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,14}", re.ASCII)
+_INTERFACE: Final = re.compile(r"[a-zA-Z][a-zA-Z0-9_.-]{0,14}", re.ASCII)
 _HOST_NAME: Final = re.compile(r"[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?", re.ASCII)
 
 

@@ -1,0 +1,1 @@
+"""On a real engine: containers, volumes, network, firewall and images as they really behave."""

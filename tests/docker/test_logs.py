@@ -1,0 +1,93 @@
+"""Output: whole, apart, and bounded, also when a container ends at once or the engine goes away meanwhile."""
+
+import asyncio
+import hashlib
+from pathlib import Path
+
+import pytest
+
+from control.docker.service import DockerService
+from control.docker.types import LogStream
+from tests.docker.conftest import LIMITS, host_plan, open_service, prepare
+from tests.docker.door import Door
+from tests.docker.sandboxes import Output, Sandboxes
+from tests.support.engine import PrivateEngine
+
+
+async def test_an_instant_exit_loses_nothing(sandboxes: Sandboxes) -> None:
+    for _ in range(10):
+        ended = await sandboxes.run("printf out; printf err >&2; exit 7")
+        assert (ended.stdout, ended.stderr, ended.exit.exit_code) == ("out", "err", 7)
+
+
+async def test_output_arrives_byte_for_byte(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.launch("head -c 3000000 /dev/urandom | tee >(sha256sum >&2)")
+    async with asyncio.timeout(60):
+        await sandbox._following
+    stdout = sandbox.output.stdout
+    assert len(stdout) == 3_000_000
+    assert sandbox.output.stderr.decode().split()[0] == hashlib.sha256(stdout).hexdigest()
+
+
+async def test_a_program_that_closes_its_outputs_is_followed_to_its_end(sandboxes: Sandboxes) -> None:
+    ended = await sandboxes.run("echo said; exec >/dev/null 2>&1; sleep 1; exit 4")
+    assert (ended.stdout, ended.exit.exit_code) == ("said\n", 4)
+
+
+async def test_following_begun_late_goes_on_behind_what_was_taken(sandboxes: Sandboxes, service: DockerService) -> None:
+    sandbox = await sandboxes.launch(
+        "printf 'ünd so weiter'; printf 'error text' >&2; read -t 2 < <(:) ; sleep 1; echo end"
+    )
+    await sandbox.said("weiter")
+    late = Output({LogStream.STDOUT: len("ünd so ".encode()), LogStream.STDERR: 6})
+    async with asyncio.timeout(60):
+        await service.follow_logs(sandbox.container, late)
+    assert late.stdout == b"weiterend\n"
+    assert late.stderr == b"text"
+
+
+async def test_following_a_container_that_is_gone_returns(service: DockerService) -> None:
+    async with asyncio.timeout(10):
+        await service.follow_logs("no-such-container", Output())
+
+
+async def test_cancelled_following_stops_taking(sandboxes: Sandboxes) -> None:
+    sandbox = await sandboxes.launch("while :; do echo more; done")
+    await sandbox.said("more")
+    sandbox._following.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await sandbox._following
+    taken = sandbox.output.position(LogStream.STDOUT)
+    await asyncio.sleep(0)
+    assert sandbox.output.position(LogStream.STDOUT) == taken
+
+
+async def test_the_engines_own_record_stays_capped(sandboxes: Sandboxes, engine: PrivateEngine) -> None:
+    sandbox = await sandboxes.launch("timeout 3 yes; echo done >&2")
+    await sandbox.ended()
+    client = engine.client()
+    try:
+        path = client.api.inspect_container(sandbox.container)["LogPath"]
+    finally:
+        client.close()
+    # Two files of the log limit at most (log_config).
+    assert sum(file.stat().st_size for file in Path(path).parent.glob("*-json.log*")) < 2.2 * 8 * 1024 * 1024
+
+
+async def test_nothing_is_lost_or_repeated_when_the_engine_restarts(door: Door, tmp_path: Path) -> None:
+    """With live-restore the container goes on while the engine is away."""
+    plan = host_plan(door)
+    with PrivateEngine.acquire(live_restore=True) as engine:
+        await prepare(engine, plan)
+        service = open_service(engine)
+        sandboxes = Sandboxes(service, plan.network, LIMITS, tmp_path)
+        try:
+            sandbox = await sandboxes.launch("for n in $(seq 400); do echo line $n ü; sleep 0.02; done; exit 5")
+            await sandbox.said("line 50 ")
+            await asyncio.to_thread(engine.restart, kill=True)
+            ended = await sandbox.ended()
+            assert ended.stdout.splitlines() == [f"line {n} ü" for n in range(1, 401)]
+            assert ended.exit.exit_code == 5
+        finally:
+            await sandboxes.close()
+            await service.close()

@@ -1,0 +1,219 @@
+"""Bytes of the engine's streams: two outputs in one, what was taken of a record, an archive cut to its bounds."""
+
+import io
+import struct
+import tarfile
+from collections.abc import Iterator
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from control.docker.archive import TarCut
+from control.docker.demultiplex import Demultiplexer
+from control.docker.logs import Tally
+from control.docker.types import EngineError, LogStream, OutLimits, OutSummary
+
+UNLIMITED = OutLimits(bytes=1 << 40, entries=1 << 20)
+
+
+def frame(kind: int, data: bytes) -> bytes:
+    return struct.pack(">BxxxI", kind, len(data)) + data
+
+
+def pieces(data: bytes, size: int) -> Iterator[bytes]:
+    for start in range(0, len(data), size):
+        yield data[start : start + size]
+
+
+@given(st.lists(st.tuples(st.sampled_from([1, 2]), st.binary(max_size=40))), st.integers(1, 50))
+def test_outputs_come_apart_however_the_stream_is_cut(frames: list[tuple[int, bytes]], size: int) -> None:
+    stream = b"".join(frame(kind, data) for kind, data in frames)
+    demultiplexer = Demultiplexer()
+    found = {kind: b"" for kind in LogStream}
+    for piece in pieces(stream, size):
+        for kind, data in demultiplexer.feed(piece):
+            found[kind] += data
+    assert found[LogStream.STDOUT] == b"".join(data for kind, data in frames if kind == 1)
+    assert found[LogStream.STDERR] == b"".join(data for kind, data in frames if kind == 2)
+
+
+def test_a_frame_is_passed_on_before_it_is_whole() -> None:
+    head = struct.pack(">BxxxI", 1, 1 << 31)
+    assert list(Demultiplexer().feed(head + b"first")) == [(LogStream.STDOUT, b"first")]
+
+
+@given(st.binary(min_size=8, max_size=200))
+def test_bytes_that_are_no_log_stream_raise_only_the_engines_error(data: bytes) -> None:
+    try:
+        list(Demultiplexer().feed(data))
+    except EngineError:
+        return
+
+
+def test_a_frame_of_unknown_kind_is_refused() -> None:
+    with pytest.raises(EngineError, match="unknown kind 3"):
+        list(Demultiplexer().feed(frame(3, b"error from daemon")))
+
+
+class Nowhere:
+    def position(self, stream: LogStream) -> int:
+        return 10 if stream is LogStream.STDERR else 0
+
+    def write(self, stream: LogStream, data: bytes) -> None:
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("data", "length"),
+    [
+        (b"plain\n", 6),
+        ("ünï\n".encode(), 6),
+        (b"\xff", 3),  # U+FFFD is three bytes
+        (b"\xff\xfe\x00", 7),
+        (b"\xe2\x82x", 7),  # one for each byte of a broken sequence, as Go does
+        (b"\xf0\x9f\x98\x80", 4),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 2, 100])
+def test_what_was_taken_is_counted_as_the_record_holds_it(data: bytes, length: int, size: int) -> None:
+    tally = Tally(Nowhere())
+    for piece in pieces(data, size):
+        tally.add(LogStream.STDOUT, piece)
+    assert tally[LogStream.STDOUT] == length
+
+
+def test_what_was_taken_before_a_restart_is_counted_too() -> None:
+    tally = Tally(Nowhere())
+    tally.add(LogStream.STDERR, b"abc")
+    tally.add_recorded(LogStream.STDERR, 4)
+    assert tally[LogStream.STDERR] == 17
+
+
+def archive(*members: tuple[tarfile.TarInfo, bytes], format_: int = tarfile.PAX_FORMAT) -> bytes:
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w", format=format_) as tar:
+        for member, content in members:
+            tar.addfile(member, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def regular(name: str, size: int) -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.size = size
+    return member, b"x" * size
+
+
+def special(name: str, kind: bytes, link: str = "") -> tuple[tarfile.TarInfo, bytes]:
+    member = tarfile.TarInfo(name)
+    member.type = kind
+    member.linkname = link
+    return member, b""
+
+
+ENTRIES = (
+    special("out", tarfile.DIRTYPE),
+    regular("out/a", 0),
+    regular("out/b", 700),
+    special("out/link", tarfile.SYMTYPE, "/etc/shadow"),
+    special("out/fifo", tarfile.FIFOTYPE),
+    regular("out/" + "n" * 300 + "\n\udcff", 512),
+    special("out/" + "l" * 200, tarfile.SYMTYPE, "t" * 3000),
+    regular("out/last", 1),
+)
+
+
+def cut(data: bytes, limits: OutLimits, size: int = 1000) -> tuple[bytes, OutSummary]:
+    tar_cut = TarCut(limits)
+    written = b"".join(tar_cut.feed(piece) for piece in pieces(data, size))
+    end, summary = tar_cut.end()
+    assert summary.bytes == len(written) + len(end)
+    return written + end, summary
+
+
+def names(data: bytes) -> list[str]:
+    with tarfile.open(fileobj=io.BytesIO(data)) as tar:
+        return tar.getnames()
+
+
+@pytest.mark.parametrize("format_", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+@pytest.mark.parametrize("size", [1, 511, 512, 513, 100_000])
+def test_an_archive_within_its_bounds_is_unchanged(format_: int, size: int) -> None:
+    data = archive(*ENTRIES, format_=format_)
+    written, summary = cut(data, UNLIMITED, size)
+    assert data.startswith(written)
+    assert names(written) == names(data)
+    assert summary == OutSummary(len(written), len(ENTRIES), False)
+
+
+@pytest.mark.parametrize("entries", range(len(ENTRIES)))
+def test_an_archive_is_cut_between_entries_at_their_bound(entries: int) -> None:
+    data = archive(*ENTRIES)
+    written, summary = cut(data, OutLimits(1 << 30, entries))
+    assert names(written) == names(data)[:entries]
+    assert (summary.entries, summary.truncated) == (entries, True)
+
+
+@pytest.mark.parametrize("limit", range(1024, 14_000, 512))
+def test_an_archive_never_exceeds_its_bytes_and_stays_an_archive(limit: int) -> None:
+    data = archive(*ENTRIES)
+    written, summary = cut(data, OutLimits(limit, 1000))
+    assert len(written) <= limit
+    assert names(written) == names(data)[: summary.entries]
+    assert summary.truncated == (summary.entries < len(ENTRIES))
+
+
+@pytest.mark.parametrize("format_", [tarfile.PAX_FORMAT, tarfile.GNU_FORMAT])
+def test_a_sparse_file_of_a_tebibyte_is_left_out_without_reading_it(format_: int) -> None:
+    member = tarfile.TarInfo("out/huge")
+    member.size = 1 << 40
+    header = member.tobuf(format_)
+    tar_cut = TarCut(OutLimits(1 << 30, 1000))
+    first = archive(regular("out/small", 1))[:1024]
+    assert tar_cut.feed(first + header) == first
+    assert tar_cut.done
+    assert tar_cut.end()[1].truncated
+
+
+def test_a_broken_stream_is_an_error_not_a_short_archive() -> None:
+    tar_cut = TarCut(UNLIMITED)
+    tar_cut.feed(archive(regular("out/a", 2000))[:1500])
+    with pytest.raises(EngineError, match="middle"):
+        tar_cut.end()
+
+
+def test_an_extension_header_of_a_gigabyte_is_refused() -> None:
+    member = tarfile.TarInfo("pax")
+    member.type = tarfile.XHDTYPE
+    member.size = 1 << 30
+    with pytest.raises(EngineError, match="longer"):
+        TarCut(UNLIMITED).feed(member.tobuf())
+
+
+@pytest.mark.parametrize("records", [b"xx size=1\n", b"99 size=1\n", b"10 size=-1\n", b"0 size=1\n", b"9 size=z\n"])
+def test_broken_pax_records_raise_only_the_engines_error(records: bytes) -> None:
+    member = tarfile.TarInfo("pax")
+    member.type = tarfile.XHDTYPE
+    member.size = len(records)
+    with pytest.raises(EngineError, match="pax"):
+        TarCut(UNLIMITED).feed(member.tobuf() + records.ljust(512, b"\0"))
+
+
+@given(st.binary(max_size=3000))
+def test_random_bytes_raise_only_the_engines_error(data: bytes) -> None:
+    tar_cut = TarCut(UNLIMITED)
+    try:
+        tar_cut.feed(data)
+        tar_cut.end()
+    except EngineError:
+        return
+
+
+@given(st.integers(0, 4000), st.integers(0, 255))
+def test_a_changed_byte_raises_only_the_engines_error(position: int, value: int) -> None:
+    data = bytearray(archive(*ENTRIES))
+    data[position] = value
+    try:
+        cut(bytes(data), UNLIMITED)
+    except EngineError:
+        return
