@@ -106,7 +106,7 @@ class ChunkedReader:
             self._state = _DONE
         else:
             # Trailers are dropped: a header that comes after the head escaped every check of the head.
-            self._trailer_bytes += len(line)
+            self._trailer_bytes += len(line) + 2
             if self._trailer_bytes > MAX_TRAILER_BYTES or _match_trailer(line) is None:
                 raise ChunkedError("the trailer of the chunked body is malformed or too long")
 

@@ -192,8 +192,9 @@ class UpstreamConnection(asyncio.Protocol):
         while True:
             end = data.find(b"\r\n\r\n", 0, MAX_REPLY_HEAD_BYTES) + 4
             if end < 4:
-                if len(data) >= MAX_REPLY_HEAD_BYTES:
-                    raise httptools.HttpParserError("the reply's head is too large")
+                # Lines that end in bare newlines would be waited on for ever.
+                if len(data) >= MAX_REPLY_HEAD_BYTES or data.count(b"\n") != data.count(b"\r\n"):
+                    raise httptools.HttpParserError("the reply's head is too large or not of HTTP/1.1")
                 self._head = data
                 return b""
             head, data = data[:end], data[end:]
