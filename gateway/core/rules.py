@@ -82,41 +82,35 @@ class HostRule:
 class RuleTable:
     """Rules with the Allow that each stands for, found by the labels of a host."""
 
-    __slots__ = ("_exact", "_suffixes")
+    __slots__ = ("_ports",)
 
     def __init__(self, rules: Iterable[tuple[HostRule, Allow]] = ()) -> None:
-        self._exact: dict[str, dict[int, Allow]] = {}
-        self._suffixes: dict[str, dict[int, Allow]] = {}
+        # By `host`, or by `.host` for `*.host`; then by port.
+        self._ports: dict[str, dict[int, Allow]] = {}
         for rule, allow in rules:
-            table = self._suffixes if rule.wildcard else self._exact
-            table.setdefault(rule.host, {}).setdefault(rule.port or _ANY_PORT, allow)
+            key = f".{rule.host}" if rule.wildcard else rule.host
+            self._ports.setdefault(key, {}).setdefault(rule.port or _ANY_PORT, allow)
 
     def find(self, authority: Authority) -> Allow | None:
-        """Return what covers a host and port; the longest host first."""
-        for ports in self._covering(authority):
-            found = ports.get(authority.port) or ports.get(_ANY_PORT)
-            if found is not None:
-                return found
+        """Return what covers a host and port; the nearest rule if there are several."""
+        key = host = authority.host
+        dot = -1
+        while key:
+            ports = self._ports.get(key)
+            if ports is not None:
+                found = ports.get(authority.port) or ports.get(_ANY_PORT)
+                if found is not None:
+                    return found
+            dot = host.find(".", dot + 1)
+            key = host[dot:] if dot > 0 else ""
         return None
 
     def knows_host(self, authority: Authority) -> bool:
         """Tell whether a host is covered with any port at all."""
-        return bool(self._covering(authority))
-
-    def _covering(self, authority: Authority) -> list[dict[int, Allow]]:
         host = authority.host
-        found = []
-        ports = self._exact.get(host)
-        if ports is not None:
-            found.append(ports)
-        if self._suffixes:
-            dot = host.find(".")
-            while dot >= 0:
-                ports = self._suffixes.get(host[dot + 1 :])
-                if ports is not None:
-                    found.append(ports)
-                dot = host.find(".", dot + 1)
-        return found
+        return host in self._ports or any(
+            host[dot:] in self._ports for dot, character in enumerate(host) if character == "."
+        )
 
 
 @dataclass(frozen=True, slots=True)
