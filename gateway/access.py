@@ -29,8 +29,20 @@ MAX_HOST_CHARS: Final = 260
 FLUSH_INTERVAL_S: Final = 0.05
 
 
-class AuditLine(msgspec.Struct, frozen=True):
-    """One decision (`allow`, `refuse`) or one end (`close`)."""
+class ModelCost(msgspec.Struct, frozen=True):
+    """What one model request came to. `status` is 0 when no reply began; nothing of the content is ever kept."""
+
+    model: str
+    status: int
+    input_tokens: int
+    output_tokens: int
+    cache_read_tokens: int
+    cache_write_tokens: int
+    first_byte_ms: int
+
+
+class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
+    """One decision (`allow`, `refuse`) or one end (`close`). The end of a model request says what it cost."""
 
     ts: datetime
     session: str
@@ -43,6 +55,10 @@ class AuditLine(msgspec.Struct, frozen=True):
     bytes_up: int
     bytes_down: int
     ms: int
+    model: ModelCost | None = None
+
+
+_Fields = tuple[str, str, str, int, str, str, int, int, int, ModelCost | None]
 
 
 class _File:
@@ -59,7 +75,7 @@ class AuditLog:
     def __init__(self, directory: str, max_lines: int) -> None:
         self._directory = Path(directory) if directory else None
         self._max_lines = max_lines
-        self._queue: deque[tuple[str, float, tuple[str, str, str, int, str, str, int, int, int]]] = deque()
+        self._queue: deque[tuple[str, float, _Fields]] = deque()
         self._written: dict[str, int] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._encode = msgspec.json.Encoder().encode
@@ -83,6 +99,7 @@ class AuditLog:
         bytes_up: int = 0,
         bytes_down: int = 0,
         ms: int = 0,
+        model: ModelCost | None = None,
     ) -> None:
         """Queue one line. `session` is a session id that is known to the registry, so it is safe as a file name."""
         if self._directory is None:
@@ -98,7 +115,7 @@ class AuditLog:
         if not host.isascii():
             # JSON may hold U+2028, and some readers of lines end a line there.
             host = host.encode("ascii", "backslashreplace").decode()
-        line = (event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms)
+        line = (event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms, model)
         self._queue.append((session, time.time(), line))
         if not self._wake.is_set():
             self._wake.set()

@@ -97,7 +97,8 @@ class UsageReader(ABC):
         nested = [each for each in (reply.message, reply.response) if isinstance(each, _Inner)]
         for model in (reply.model, *(each.model for each in nested)):
             if model:
-                self.model = model[:MAX_MODEL_CHARS]
+                # ASCII, because it is logged as a line and JSON may hold newlines of other alphabets.
+                self.model = model[:MAX_MODEL_CHARS].encode("ascii", "backslashreplace").decode()
         for each in nested:
             if each.usage is not None:
                 self._merge(each.usage)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
 
-from gateway.access import AuditLog
+from gateway.access import AuditLog, ModelCost
 from gateway.config import GatewayConfig
 from gateway.contract.limits import GatewayLimits
 from gateway.core.model_refusal import ModelRefusal
@@ -214,12 +214,30 @@ class ModelProxy:
         self._audit.write(ask.session.id, "refuse", "model", url.host, url.port, "", reason)
 
     def report_closed(self, ask: "Ask", reason: CloseReason | DenyReason, spent: "Spent") -> None:
-        """Log the end of a request that was passed on."""
-        url = ask.provider.url
-        self._metrics.model_status[f"{spent.status // 100}xx" if reason is CloseReason.DONE else "aborted"].inc()
+        """Log the end of a request that was passed on: what it cost, never what was said."""
+        url, tokens, whole = ask.provider.url, spent.tokens, reason is CloseReason.DONE
+        self._metrics.model_status[f"{spent.status // 100}xx" if whole else "aborted"].inc()
         if spent.first_byte_s is not None:
             self._metrics.model_first_byte_seconds.observe(spent.first_byte_s)
-        ms = int(spent.seconds * 1000)
+        cost = ModelCost(
+            model=spent.model,
+            status=spent.status,
+            input_tokens=tokens.input_tokens,
+            output_tokens=tokens.output_tokens,
+            cache_read_tokens=tokens.cache_read_tokens,
+            cache_write_tokens=tokens.cache_write_tokens,
+            first_byte_ms=int((spent.first_byte_s or 0) * 1000),
+        )
         self._audit.write(
-            ask.session.id, "close", "model", url.host, url.port, "", reason, spent.bytes_up, spent.bytes_down, ms
+            ask.session.id,
+            "close",
+            "model",
+            url.host,
+            url.port,
+            "",
+            reason,
+            spent.bytes_up,
+            spent.bytes_down,
+            int(spent.seconds * 1000),
+            cost,
         )

@@ -72,8 +72,8 @@ class UpstreamOwner(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One connection to the provider; serves one exchange at a time."""
 
-    __slots__ = ("_acknowledged", "_complete", "_head", "_interims", "_owner", "_parser", "_pool", "_surplus", "_watch",
-                 "reused", "transport")  # fmt: skip
+    __slots__ = ("_acknowledged", "_complete", "_head", "_interims", "_owner", "_parser", "_pool", "_reusable", "_surplus",
+                 "_watch", "reused", "transport")  # fmt: skip
 
     transport: asyncio.Transport
 
@@ -86,6 +86,7 @@ class UpstreamConnection(asyncio.Protocol):
         # Bytes of a head that is not whole; None while a body is read.
         self._head: bytes | None = b""
         self._complete = False
+        self._reusable = False
         self._surplus = False
         self._interims = 0
         self._acknowledged = 0
@@ -152,7 +153,7 @@ class UpstreamConnection(asyncio.Protocol):
         if data:
             owner.relay(data)
         if self._complete:
-            owner.reply_completed(reusable=self._parser.should_keep_alive())
+            owner.reply_completed(reusable=self._reusable)
 
     def eof_received(self) -> None:
         """The provider closed; the transport closes by itself, and `connection_lost` tells the exchange."""
@@ -184,6 +185,8 @@ class UpstreamConnection(asyncio.Protocol):
 
     def on_message_complete(self) -> None:
         self._complete = True
+        # Asked here, because the parser forgets it with the message.
+        self._reusable = self._parser.should_keep_alive()
 
     # --- within
 

@@ -9,7 +9,7 @@ from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
-from gateway.access import AuditLog
+from gateway.access import AuditLog, ModelCost
 from gateway.config import GatewayConfig, ListenSettings, ModelSettings, SessionsSettings
 from gateway.context import Gateway
 from gateway.contract.ids import token_sha256
@@ -44,7 +44,7 @@ class RecordingAudit(AuditLog):
         self.lines: list[Line] = []
 
     def write(self, session: str, event: str, kind: str, host: str, port: int, address: str, reason: str,
-              bytes_up: int = 0, bytes_down: int = 0, ms: int = 0, **more: Any) -> None:  # fmt: skip
+              bytes_up: int = 0, bytes_down: int = 0, ms: int = 0, model: ModelCost | None = None) -> None:  # fmt: skip
         assert kind == "model"
         details = {
             "host": host,
@@ -54,7 +54,7 @@ class RecordingAudit(AuditLog):
             "bytes_down": bytes_down,
             "ms": ms,
         }
-        self.lines.append(Line(session, event, str(reason), details | more))
+        self.lines.append(Line(session, event, str(reason), details | {"model": model}))
 
 
 @dataclass

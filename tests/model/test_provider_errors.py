@@ -74,12 +74,12 @@ async def test_a_key_in_pieces_is_overwritten_too() -> None:
     body = b'{"error":{"message":"no such key: ' + KEY.encode() + b"s" + KEY[:5].encode() + b'"}}'
 
     async def handler(peer: Peer) -> None:
-        await peer.request()
         head, _, _ = reply(body, status="401 Unauthorized", headers=(f"x-echo: Bearer {KEY}",)).partition(b"{")
-        await peer.send(head)
-        for index in range(len(body)):
-            await peer.send(body[index : index + 1])
-        await peer.gone()
+        while True:
+            await peer.request()
+            await peer.send(head)
+            for index in range(len(body)):
+                await peer.send(body[index : index + 1])
 
     async with scripted(handler) as upstream, running_proxy(upstream.url) as proxy, connected(proxy.port) as client:
         for _ in range(2):

@@ -1,6 +1,7 @@
 """Bytes pass as they come, unchanged, in both directions, and no faster than the slower side takes them."""
 
 import asyncio
+import itertools
 import json
 import time
 
@@ -23,7 +24,7 @@ ODD_EVENTS = (
 def cut(data: bytes, places: list[int]) -> list[bytes]:
     """Cut `data` at the given places."""
     edges = sorted({0, len(data), *(place % len(data) for place in places)})
-    return [data[start:end] for start, end in zip(edges, edges[1:], strict=False)]
+    return [data[start:end] for start, end in itertools.pairwise(edges)]
 
 
 PLACES = st.lists(st.integers(0, 10_000), max_size=12)

@@ -85,7 +85,9 @@ class FakeProvider:
         app.router.add_post("/v1/chat/completions", self._guard(self._chat))
         app.router.add_post("/v1/responses", self._guard(self._responses))
         app.router.add_get("/fake/requests", self._show)
-        self._runner = web.AppRunner(app, handler_cancellation=True, access_log=None, shutdown_timeout=0.1)
+        self._runner = web.AppRunner(
+            app, auto_decompress=False, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
+        )
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port, ssl_context=tls)
         await site.start()
@@ -248,18 +250,28 @@ class FakeProvider:
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": INPUT_TOKENS + CACHE_READ_TOKENS + OUTPUT_TOKENS,
         }
-        item = {"type": "message", "id": "msg_fake", "role": "assistant", "status": "completed",
+        item: dict[str, Any] = {"type": "message", "id": "msg_fake", "role": "assistant", "status": "completed",
                 "content": [{"type": "output_text", "text": TEXT, "annotations": []}]}  # fmt: skip
         whole = {"id": "resp_fake", "object": "response", "created_at": 0, "model": model, "status": "completed",
                  "output": [item], "usage": usage, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
         if not ask.get("stream"):
             return web.json_response(whole)
         begun = {**whole, "status": "in_progress", "output": [], "usage": None}
-        events = [_event("response.created", {"response": begun, "sequence_number": 0})]
-        for number, word in enumerate(WORDS, 1):
-            delta = {"item_id": "msg_fake", "output_index": 0, "content_index": 0, "delta": word, "logprobs": []}
-            events.append(_event("response.output_text.delta", {**delta, "sequence_number": number}))
-        events.append(_event("response.completed", {"response": whole, "sequence_number": 99}))
+        at = {"item_id": "msg_fake", "output_index": 0, "content_index": 0}
+        part = item["content"][0]
+        steps: list[tuple[str, dict[str, Any]]] = [
+            ("created", {"response": begun}),
+            ("output_item.added", {"output_index": 0, "item": {**item, "status": "in_progress", "content": []}}),
+            ("content_part.added", {**at, "part": {**part, "text": ""}}),
+            *(("output_text.delta", {**at, "delta": word, "logprobs": []}) for word in WORDS),
+            ("output_text.done", {**at, "text": TEXT, "logprobs": []}),
+            ("content_part.done", {**at, "part": part}),
+            ("output_item.done", {"output_index": 0, "item": item}),
+            ("completed", {"response": whole}),
+        ]
+        events = [
+            _event(f"response.{kind}", {**data, "sequence_number": number}) for number, (kind, data) in enumerate(steps)
+        ]
         return await self._stream(request, model, events)
 
     async def _show(self, _request: web.Request) -> web.StreamResponse:
