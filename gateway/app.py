@@ -28,6 +28,7 @@ from gateway.net.linger import Lingering
 from gateway.net.link import ContractServer
 from gateway.net.listener import Listener
 from gateway.net.metrics_server import MetricsServer
+from gateway.net.model_proxy import ProviderError
 from gateway.net.own_addresses import REFRESH_S, read_own_addresses
 from gateway.net.pipes import PipePool
 from gateway.net.resolve import Resolver
@@ -77,7 +78,11 @@ class App:
             max_waiters=config.limits.egress_waiters_per_session,
         )
         audit = AuditLog(config.audit.dir, config.limits.max_egress_log_lines)
-        self.gateway = Gateway(config, registry, audit, Metrics(), self._key)
+        try:
+            self.gateway = Gateway(config, registry, audit, Metrics(), self._key)
+        except (ModelKeyError, ProviderError) as error:
+            audit.close()
+            raise StartError(str(error)) from error
         if config.sessions.file:
             self._load_sessions()
         self._stopping = asyncio.Event()
@@ -156,6 +161,7 @@ class App:
             notify("STOPPING=1")
             listener.stop()
             refresh.cancel()
+            self.gateway.model.drain()
             await self._drain(limits.drain_ms / 1000)
         finally:
             for closer in closers:
@@ -165,6 +171,7 @@ class App:
             for session in self.gateway.registry:
                 session.close(CloseReason.SHUTDOWN)
             await services.handover.close()
+            await self.gateway.model.close()
             for part in (services.waits, services.dialer, services.resolver, services.idle, services.lingering):
                 part.close()
             services.pipes.close()
@@ -186,6 +193,7 @@ class App:
         """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
         try:
             self._key.reload()
+            self.gateway.model.reload_keys()
             if self._config.sessions.file:
                 problems = self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file)))
                 for problem in problems:

@@ -10,7 +10,7 @@ from gateway.contract.limits import GatewayLimits
 from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel
 from gateway.core.authority import AuthorityError, parse_authority
 from gateway.core.decide import TrustedNetwork
-from gateway.core.providers import ProviderSettings
+from gateway.core.providers import ProviderSettings, parse_upstream
 from gateway.core.rules import HostRule, RuleError
 from gateway.runtime.addresses import AddressError, parse_address
 from gateway.runtime.settings import Problem, SettingsError, load
@@ -144,9 +144,14 @@ class ModelSettings(_Strict, frozen=True):
     provider: tuple[ProviderSettings, ...] = ()
 
     def problems(self) -> list[str]:
-        if not self.upstream.startswith(("https://", "http://")):
-            return [f"upstream: {self.upstream!r} is not an http:// or https:// URL"]
-        return []
+        problems = []
+        try:
+            parse_upstream(self.upstream)
+        except ValueError as error:
+            problems.append(f"upstream: {error}")
+        names = [each.name for each in self.provider]
+        problems += [f"provider: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        return problems
 
 
 class RunnerSettings(_Strict, frozen=True):

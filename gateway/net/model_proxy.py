@@ -14,7 +14,7 @@ from gateway.core.usage import TokenUsage
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.credentials import ModelKey
 from gateway.metrics import Metrics
-from gateway.net.upstream import UpstreamPool
+from gateway.net.upstream import UpstreamPool, client_context
 
 if TYPE_CHECKING:
     from gateway.net.model_exchange import Ask
@@ -22,6 +22,10 @@ if TYPE_CHECKING:
 # Parts of the shortest limit that a deadline may be late.
 _TICKS_PER_LIMIT: Final = 8
 _MAX_TICK_S: Final = 0.25
+
+
+class ProviderError(Exception):
+    """A provider cannot be used as configured; the message is one sentence with the setting's name."""
 
 
 class Ticking(Protocol):
@@ -75,7 +79,7 @@ class Provider:
 
 
 class ModelProxy:
-    """Made once for a gateway. Raises ValueError, OSError or ModelKeyError when a provider cannot be used as configured."""
+    """Made once for a gateway. Raises ProviderError or ModelKeyError."""
 
     def __init__(
         self, config: GatewayConfig, audit: AuditLog, metrics: Metrics, default_key: Callable[[], bytes]
@@ -116,9 +120,16 @@ class ModelProxy:
         return self.providers[name] if name else self.default
 
     def _pool(self, upstream: str, ca_file: str) -> UpstreamPool:
+        url = parse_upstream(upstream)
+        try:
+            tls = client_context(ca_file) if url.tls else None
+        except OSError as error:
+            # ssl's errors are OSErrors too; neither kind names the file.
+            what = f"ca_file {ca_file}" if ca_file else "the system's certificate authorities"
+            raise ProviderError(f"[model] {what} cannot be used: {error.strerror or 'not PEM'}") from error
         return UpstreamPool(
-            parse_upstream(upstream),
-            ca_file,
+            url,
+            tls,
             limit=self.limits.model_upstream_connections,
             connect_timeout_s=self.limits.model_connect_timeout_ms / 1000,
         )

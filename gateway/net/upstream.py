@@ -225,11 +225,11 @@ class UpstreamConnection(asyncio.Protocol):
 class UpstreamPool:
     """The connections to one provider, at most `limit`, idle ones reused last in, first out."""
 
-    def __init__(self, url: UpstreamUrl, ca_file: str, *, limit: int, connect_timeout_s: float) -> None:
+    def __init__(self, url: UpstreamUrl, tls: ssl.SSLContext | None, *, limit: int, connect_timeout_s: float) -> None:
         self._url = url
         self._limit = limit
         self._timeout_s = connect_timeout_s
-        self._tls = _tls_context(ca_file) if url.tls else None
+        self._tls = tls
         self._idle: OrderedDict[UpstreamConnection, float] = OrderedDict()
         self._open: set[UpstreamConnection] = set()
         self._waiting: deque[UpstreamOwner] = deque()
@@ -378,8 +378,8 @@ class UpstreamPool:
         return connection
 
 
-def _tls_context(ca_file: str) -> ssl.SSLContext:
-    """Verify the provider by `ca_file`, or by the system's authorities when it is empty. Raises OSError, SSLError."""
+def client_context(ca_file: str) -> ssl.SSLContext:
+    """Verify the provider by `ca_file`, or by the system's authorities when it is empty. Raises OSError (so ssl.SSLError)."""
     context = ssl.create_default_context(cafile=ca_file or None)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_alpn_protocols(["http/1.1"])
