@@ -241,7 +241,7 @@ class Connect:
         session = self._session
         assert session is not None
         try:
-            hello = parse_client_hello(self._buffer)
+            hello = parse_client_hello(self._buffer, self._services.gateway.config.limits.hello_bytes)
         except HelloError as error:
             self._refuse_hello(Deny(error.reason, str(error)))
             return

@@ -1,14 +1,45 @@
-"""Gateways for network tests: one shared by the tests that need nothing special, others as a test asks."""
+"""Gateways for network tests: one shared by the tests that need nothing special, others as a test asks.
+
+What a sandbox may say is tested twice: at the port itself, and from a container through bridge, firewall, forwarder and door.
+"""
 
 from collections.abc import Iterator
 
 import pytest
 
-from tests.support.gateway_process import GatewayProcess, gateway_process
+from tests.support.engine import PrivateEngine
+from tests.support.forwarded import Forwarded
+from tests.support.gateway_process import GatewayProcess, doors, gateway_process
+
+TWICE = {"test_connect_requests", "test_connect_addresses", "test_tunnel", "test_plain", "test_plain_bodies"}
+
+
+@pytest.fixture(scope="session")
+def forwarded(engine: PrivateEngine) -> Iterator[Forwarded]:
+    """A prepared host with a container on it."""
+    place = Forwarded(engine)
+    place.start()
+    yield place
+    place.stop()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    """Run the modules of TWICE both ways."""
+    if metafunc.module.__name__.rpartition(".")[2] in TWICE:
+        metafunc.parametrize("way", ["direct", "forwarder"], indirect=True, scope="module")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def way(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Which way the clients of `gateway_process` take."""
+    chosen = getattr(request, "param", "direct")
+    doors.forwarded = request.getfixturevalue("forwarded") if chosen == "forwarder" else None
+    yield chosen
+    doors.forwarded = None
 
 
 @pytest.fixture(scope="module")
-def gateway() -> Iterator[GatewayProcess]:
+def gateway(way: str) -> Iterator[GatewayProcess]:
     """Run one gateway with a session of each kind for a module of tests."""
     sessions = [
         {"id": "s1"},

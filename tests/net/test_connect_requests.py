@@ -126,7 +126,7 @@ async def test_refuses_wrong_credentials_with_407(gateway: GatewayProcess, crede
 
 
 async def test_a_policy_refusal_is_403_and_says_why_three_times(gateway: GatewayProcess) -> None:
-    async with await gateway.client() as client:
+    async with await gateway.client("listed") as client:
         reply = await client.tunnel("unlisted.example.org:443", ("listed", TOKEN))
         assert reply.status == 403
         assert reply.reason == "host_not_listed"
@@ -152,7 +152,7 @@ async def test_a_policy_refusal_is_403_and_says_why_three_times(gateway: Gateway
     ],
 )
 async def test_refuses_by_level_and_rules(gateway: GatewayProcess, session: str, target: str, reason: str) -> None:
-    async with await gateway.client() as client:
+    async with await gateway.client(session) as client:
         reply = await client.tunnel(target, (session, TOKEN))
         assert (reply.status, reply.reason) == (403, reason)
 

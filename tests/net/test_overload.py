@@ -95,7 +95,7 @@ async def test_a_sandbox_that_makes_very_many_refused_requests_leaves_memory_fla
 async def test_no_name_from_a_sandbox_becomes_a_metric_label(gateway: GatewayProcess, name: str) -> None:
     import aiohttp
 
-    async with await gateway.client() as client:
+    async with await gateway.client("listed") as client:
         await client.tunnel(f"{name}:443", ("listed", TOKEN))
     async with aiohttp.ClientSession() as http:
         async with http.get(f"http://127.0.0.1:{gateway.metrics_port}/metrics") as response:

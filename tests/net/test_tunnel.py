@@ -22,8 +22,8 @@ from tests.support.sockets import (
 from tests.support.tls_server import Authority, client_hello
 
 GOOD = ("s1", TOKEN)
-# A loopback address of the tests' own, so that its port 443 is free.
-HTTPS_ADDRESS = "127.44.3.1"
+# A loopback address of this run's own, so that its port 443 is free.
+HTTPS_ADDRESS = f"127.44.{os.getpid() // 250 % 250 + 1}.{os.getpid() % 250 + 1}"
 
 
 @asynccontextmanager
@@ -218,7 +218,7 @@ async def test_a_byte_budget_that_ends_in_mid_tunnel_closes_it_and_refuses_the_n
 
 async def test_200_connects_on_64_slots_run_64_and_the_rest_wait_their_turn() -> None:
     session = {"id": "s1", "egress_budget": {"bytes": 0, "connections": 64}}
-    limits = {"egress_slot_wait_ms": 1500, "unauthenticated_per_source": 1000}
+    limits = {"egress_slot_wait_ms": 4000, "unauthenticated_per_source": 1000}
     with gateway_process({"limits": limits}, [session]) as gateway:
         async with echo_server() as server:
             clients = [await gateway.client() for _ in range(200)]
@@ -235,9 +235,10 @@ async def test_200_connects_on_64_slots_run_64_and_the_rest_wait_their_turn() ->
             replies = await asyncio.gather(*asked)
             statuses = [reply.status for reply in replies]
             assert (statuses.count(200), statuses.count(429)) == (74, 126)
-            # In order: those that came next got the slots that came free.
-            assert statuses[64:74] == [200] * 10
-            refused = replies[-1]
+            if gateway.forwarded is None:
+                # In order: those that came next got the slots that came free. (The forwarder may reorder arrivals.)
+                assert statuses[64:74] == [200] * 10
+            refused = next(reply for reply in replies if reply.status == 429)
             assert refused.reason == "no_free_slot"
             assert int(refused.headers["retry-after"]) > 0
             for client in clients:
@@ -250,7 +251,7 @@ async def test_every_tunnel_of_a_revoked_session_closes_at_once_and_is_logged() 
     with gateway_process(sessions=[{"id": "s1"}, {"id": "s2"}]) as gateway:
         async with echo_server() as server:
             clients = [await opened(gateway, f"127.0.0.1:{server.port}") for _ in range(50)]
-            other = await gateway.client()
+            other = await gateway.client("s2")
             assert (await other.tunnel(f"127.0.0.1:{server.port}", ("s2", TOKEN))).status == 200
             gateway.sessions = gateway.sessions[1:]
             gateway.write_files()

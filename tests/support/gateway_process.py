@@ -10,12 +10,14 @@ import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final, Self
 
 from tests.support.code import readable_code
 from tests.support.daemon import Daemon
-from tests.support.identities import GATEWAY
+from tests.support.forwarded import Forwarded
+from tests.support.identities import FORWARDER, GATEWAY
 from tests.support.sockets import Client
 
 TOKEN: Final = "token-of-a-test"
@@ -47,6 +49,15 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+class _Doors:
+    """Which way clients take: directly to a port of 127.0.0.1, or (set by a fixture) from a container."""
+
+    forwarded: Forwarded | None = None
+
+
+doors = _Doors()
+
+
 class GatewayProcess:
     """One gateway. `sessions` are tables of sessions.toml; the first one's token is TOKEN unless it says otherwise."""
 
@@ -64,19 +75,31 @@ class GatewayProcess:
         self._daemon = Daemon(
             argv if nofile is None else ["prlimit", f"--nofile={nofile}", "--", *argv],
             uid=GATEWAY,
+            groups=[FORWARDER],
             environment={**os.environ, "PYTHONPATH": str(readable_code()), "HOME": "/nonexistent"},
             log=base / "gateway.log",
             notify=base / "notify.sock",
         )
+        self.forwarded = doors.forwarded
+        self._socket = Path("/nonexistent") if self.forwarded is None else self.forwarded.folder / f"{self.port}.sock"
+        sandbox = f"127.0.0.1:{self.port}" if self.forwarded is None else f"unix:{self._socket}"
         self.config: dict[str, Any] = {
-            "listen": {"sandbox": f"127.0.0.1:{self.port}", "metrics": f"127.0.0.1:{self.metrics_port}"},
+            "listen": {"sandbox": sandbox, "metrics": f"127.0.0.1:{self.metrics_port}"},
             "sessions": {"file": str(self._sessions_file)},
             "audit": {"dir": str(self.audit_dir)},
             "egress": {"allow_loopback": True},
+            "limits": {"drain_ms": 100},
         }
+        if self.forwarded is not None:
+            self.config["listen"]["proxy_protocol"] = True
         for name, table in config.items():
             self.config[name] = {**self.config.get(name, {}), **table} if isinstance(table, dict) else table
         self.sessions = [{"token": TOKEN, "network": "open", **session} for session in sessions]
+        self._places: dict[str, IPv4Address] = {}
+        if self.forwarded is not None:
+            for session, address in zip(self.sessions, self.forwarded.addresses, strict=False):
+                self._places[session["id"]] = address
+                session.setdefault("address", str(address))
 
     def write_files(self) -> None:
         """Write both files as the gateway's user can read them."""
@@ -89,6 +112,8 @@ class GatewayProcess:
         os.chown(self.audit_dir, GATEWAY, GATEWAY)
         self.write_files()
         self._daemon.start()
+        if self.forwarded is not None:
+            self.forwarded.open_for(self._socket)
 
     @property
     def pid(self) -> int:
@@ -101,6 +126,8 @@ class GatewayProcess:
 
     def stop(self) -> int:
         """End it; returns the exit status."""
+        if self.forwarded is not None:
+            self.forwarded.close_for(self._socket)
         return self._daemon.stop()
 
     def log(self) -> str:
@@ -134,9 +161,11 @@ class GatewayProcess:
         fields = Path(f"/proc/{self.pid}/stat").read_text().rpartition(")")[2].split()
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
-    async def client(self, *, proxy: bytes = b"") -> Client:
-        """Return a raw connection to the sandbox port."""
-        return await Client.connect(("127.0.0.1", self.port), proxy=proxy)
+    async def client(self, session: str = "s1", *, proxy: bytes = b"") -> Client:
+        """Return a raw connection to the sandbox port, from where the session's sandbox is."""
+        if self.forwarded is None:
+            return await Client.connect(("127.0.0.1", self.port), proxy=proxy)
+        return await self.forwarded.client(self._places.get(session, self.forwarded.addresses[0]))
 
     def __enter__(self) -> Self:
         self.start()
