@@ -31,8 +31,9 @@ _SAFE_METHODS: Final = frozenset({b"GET", b"HEAD", b"OPTIONS", b"TRACE"})
 
 _TOKEN: Final = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 _FIELD: Final = rb"%b++:[ \t]*+[\t\x20-\x7e\x80-\xff]*+\r\n" % _TOKEN
+# Groups are not possessive: up to Python 3.11.4 such a group keeps what its last, failed round consumed (gh-106052).
 _match_response: Final = re.compile(
-    rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([\t\x20-\x7e\x80-\xff]*+))?\r\n((?:%b)*+)\r\n" % _FIELD
+    rb"HTTP/1\.([01]) ([1-9][0-9]{2})(?: ([\t\x20-\x7e\x80-\xff]*+))?\r\n((?:%b)*)\r\n" % _FIELD
 ).fullmatch
 _find_fields: Final = re.compile(rb"([^:]++):[ \t]*+([^\r]*+)\r\n").findall
 _match_length: Final = re.compile(rb"[0-9]{1,18}").fullmatch

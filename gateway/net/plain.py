@@ -57,6 +57,7 @@ class PlainRelay(asyncio.Protocol):
         self._closed = False
         # Whose connections and slots are in use here: the session of the tunnel, or of the latest request.
         self._session: Session | None = None
+        self._is_crowded = False
         self._tunnel: Authority | None = None
         # The request being served. `_asker` is None until its own credentials are known to be good.
         self._is_serving = False
@@ -106,7 +107,8 @@ class PlainRelay(asyncio.Protocol):
         self._authority = self._tunnel
         self._address = ""
         self._is_head = False
-        if self._asker is not None and self._is_crowded(self._asker):
+        self._started = time.monotonic()
+        if self._is_crowded:
             self._refuse(_CROWDED)
             return False
         try:
@@ -122,13 +124,7 @@ class PlainRelay(asyncio.Protocol):
         except HeadError as error:
             self._refuse(Deny(error.reason, error.message), error.status)
             return False
-        if isinstance(found, Deny):
-            self._refuse(found)
-            return False
-        self._asker = found
-        if found is not self._session:
-            self._adopt(found)
-        result = await self._carry(found, request)
+        result = found if isinstance(found, Deny) else await self._carry(found, request)
         if isinstance(result, Deny):
             self._refuse(result)
             return False
@@ -185,31 +181,32 @@ class PlainRelay(asyncio.Protocol):
             return _NOT_READY
         return gateway.registry.authenticate(*credentials, self._caller)
 
-    def _judge(self, session: Session, authority: Authority) -> Verdict:
-        verdict = decide_host(session.policy, authority)
-        if isinstance(verdict, Deny):
-            return verdict
-        if session.bytes_left <= 0:
-            return _EXHAUSTED
-        return _CROWDED if self._is_crowded(session) else verdict
-
-    def _is_crowded(self, session: Session) -> bool:
-        """Tell whether the session has too many open connections: those between two requests hold no slot."""
-        waiters = self._services.gateway.config.limits.egress_waiters_per_session
-        return session.open_count > session.slots.capacity + waiters
-
     def _adopt(self, session: Session) -> None:
         """Serve in the name of this session from now on."""
         self._drop_upstream()
         if self._session is not None:
             self._session.remove_closer(self._stop)
         self._session = session
+        # A connection between two requests holds no slot, so those are bounded here.
+        waiters = self._services.gateway.config.limits.egress_waiters_per_session
+        self._is_crowded = session.open_count >= session.slots.capacity + waiters
         session.add_closer(self._stop)
+
+    def _judge(self, session: Session, authority: Authority) -> Verdict:
+        verdict = decide_host(session.policy, authority)
+        if isinstance(verdict, Deny):
+            return verdict
+        if session.bytes_left <= 0:
+            return _EXHAUSTED
+        return _CROWDED if self._is_crowded else verdict
 
     # -- the exchange
 
     async def _carry(self, session: Session, request: PlainRequest) -> Ending | Deny:
         """Judge a request and carry it out."""
+        self._asker = session
+        if session is not self._session:
+            self._adopt(session)
         verdict = self._judge(session, request.authority)
         if isinstance(verdict, Deny):
             return verdict

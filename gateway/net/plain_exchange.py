@@ -6,6 +6,8 @@ Both directions are open at once: a server may answer before it has all of the r
 from dataclasses import dataclass
 from typing import Final
 
+from gateway.core.chunked import LAST_CHUNK, encode_chunk
+from gateway.core.head import Chunked
 from gateway.core.incomplete import Incomplete
 from gateway.core.plain_body import BodyError, BodyReader, body_reader
 from gateway.core.plain_head import (
@@ -45,7 +47,7 @@ class Exchange:
     """One exchange. `account` pays for every byte that is passed on, and none is passed on that is not paid for."""
 
     __slots__ = (
-        "_account", "_client", "_download", "_keep_client", "_request", "_response", "_upload", "_upstream",
+        "_account", "_client", "_download", "_in_chunks", "_keep_client", "_request", "_response", "_upload", "_upstream",
         "bytes_down", "bytes_up", "ending",
     )  # fmt: skip
 
@@ -58,6 +60,7 @@ class Exchange:
         self._response: ResponseHead | None = None
         self._download: BodyReader | None = None
         self._keep_client = False
+        self._in_chunks = False
         self.bytes_up = 0
         self.bytes_down = 0
         self.ending: Ending | None = None
@@ -153,9 +156,13 @@ class Exchange:
                 self._send_head(response_bytes(head, framing, close=False))
             return True
         download = self._download = body_reader(framing)
+        # A body that ends with the connection looks whole wherever it was cut, so it goes on in chunks to whoever knows
+        # them. (A reset would tell as well, but a unix socket has none, and the forwarder passes none on.)
+        self._in_chunks = download.ends_with_connection and not request.is_http_1_0
         # If the request's body is not whole yet, it may never be, and then nothing can follow it.
-        self._keep_client = request.keep_alive and self._upload.done and not download.ends_with_connection
-        if self._send_head(response_bytes(head, framing, close=not self._keep_client)):
+        self._keep_client = request.keep_alive and self._upload.done
+        passed = Chunked() if self._in_chunks else framing
+        if self._send_head(response_bytes(head, passed, close=not self._keep_client)):
             self._response = head
             self._settle(download)
         return True
@@ -176,14 +183,18 @@ class Exchange:
             self._end(CloseReason.UPSTREAM_FAILED, is_cut=True)
             return False
         upstream.taken()
-        if piece:
-            room = max(0, self._account.bytes_left)
-            self._send_down(piece[:room])
-            if room < len(piece):
-                self._exhaust()
-                return False
+        if piece and not self._send_body(encode_chunk(piece) if self._in_chunks else piece):
+            return False
         self._settle(download)
         return held != len(upstream.data)
+
+    def _send_body(self, data: bytes) -> bool:
+        """Send as much of `data` as is paid for; False if that was not all."""
+        room = max(0, self._account.bytes_left)
+        self._send_down(data[:room])
+        if room < len(data):
+            self._exhaust()
+        return room >= len(data)
 
     def _send_down(self, data: bytes) -> None:
         account = self._account
@@ -203,10 +214,10 @@ class Exchange:
         elif self._account.bytes_left <= 0:
             self._exhaust()
         elif upstream.ended and not upstream.data:
-            if download.ends_with_connection and not upstream.failed:
-                self._end(CloseReason.DONE)
-            else:
+            if not download.ends_with_connection or upstream.failed:
                 self._end(CloseReason.UPSTREAM_FAILED, is_cut=True)
+            elif not self._in_chunks or self._send_body(LAST_CHUNK):
+                self._end(CloseReason.DONE, keep_client=self._keep_client)
 
     # -- ends
 

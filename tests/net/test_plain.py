@@ -234,7 +234,7 @@ async def test_two_different_credentials_are_refused(gateway: GatewayProcess) ->
 async def test_refuses_by_the_same_rules_as_a_connect(
     gateway: GatewayProcess, session: str, target: str, reason: str
 ) -> None:
-    async with await gateway.client() as client:
+    async with await gateway.client(session) as client:
         reply = await client.ask(ask(target, credentials=(session, TOKEN)))
         assert (reply.status, reply.reason) == (403, reason)
         assert reason in reply.phrase

@@ -10,7 +10,7 @@ from tests.net.test_plain_bodies import BIG, says
 from tests.support.dns_server import DnsServer, Records
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import HELLO, Exchange, origin
-from tests.support.sockets import Client
+from tests.support.sockets import Client, proxy_v2
 
 ONE_SLOT = {"id": "s1", "egress_budget": {"connections": 1}}
 
@@ -336,3 +336,28 @@ async def test_nothing_is_left_open_after_a_storm_of_clients_that_leave_at_any_p
                 assert (await client.ask(ask(server))).status == 200
             assert "Traceback" not in gateway.log()
             assert "ERROR" not in gateway.log()
+
+
+async def test_behind_the_forwarder_only_the_sessions_own_container_is_served() -> None:
+    sessions = [{"id": "s1", "address": "10.231.0.16"}, {"id": "homeless"}]
+    with gateway_process({"listen": {"proxy_protocol": True}}, sessions) as gateway:
+        async with origin() as server:
+
+            async def status(source: str | None, session: str = "s1") -> int:
+                async with await gateway.client(proxy=proxy_v2(source)) as client:
+                    return (await client.ask(ask(server, credentials=(session, TOKEN)))).status
+
+            assert await status("10.231.0.16") == 200
+            assert await status("10.231.0.17") == 407
+            assert await status(None) == 407
+            assert await status("10.231.0.16", "homeless") == 407
+            assert len(server.heads) == 1
+
+
+async def test_another_sessions_request_on_the_same_connection_gets_a_connection_of_its_own() -> None:
+    with gateway_process(sessions=[{"id": "s1"}, {"id": "second"}]) as gateway:
+        async with origin() as server, await gateway.client() as client:
+            assert (await client.ask(ask(server))).body == b"hello"
+            assert (await client.ask(ask(server, credentials=("second", TOKEN)))).body == b"hello"
+            assert server.connections == 2
+            await gateway.await_audit("second", event="close", port=server.server.port)

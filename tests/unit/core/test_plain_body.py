@@ -1,12 +1,7 @@
 """Plain-HTTP bodies: their end is found whatever the segments, and nothing but the body is passed on."""
 
-import itertools
-
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gateway.core.chunked import ChunkedReader
 from gateway.core.head import Chunked, ContentLength, NoBody
 from gateway.core.plain_body import CHUNKS_TURN_BYTES, BodyError, BodyReader, body_reader
 from gateway.core.plain_head import UntilClose
@@ -23,51 +18,9 @@ def drain(reader: BodyReader, data: bytearray) -> bytes:
     return passed
 
 
-def in_segments(reader: BodyReader, data: bytes, cuts: list[int]) -> tuple[bytes, bytes]:
-    """Return what is passed on and what is left of `data` when it arrives cut at `cuts`."""
-    held = bytearray()
-    passed = b""
-    edges = [0, *sorted(cut % (len(data) + 1) for cut in cuts), len(data)]
-    for start, end in itertools.pairwise(edges):
-        held += data[start:end]
-        passed += drain(reader, held)
-    return passed, bytes(held)
-
-
-def unchunk(data: bytes) -> bytes:
-    reader = ChunkedReader()
-    body, size = reader.feed(data)
-    assert reader.done
-    assert size == len(data)
-    return body
-
-
 def test_a_message_without_body_takes_nothing() -> None:
     assert body_reader(NoBody()).done
     assert body_reader(ContentLength(0)).done
-
-
-@given(st.binary(max_size=50), st.binary(max_size=50), st.lists(st.integers(0, 100), max_size=5))
-def test_a_counted_body_takes_its_length_and_no_more(body: bytes, after: bytes, cuts: list[int]) -> None:
-    reader = body_reader(ContentLength(len(body)))
-    assert in_segments(reader, body + after, cuts) == (body, after)
-    assert reader.done
-
-
-@given(
-    st.lists(st.binary(min_size=1, max_size=30), max_size=6),
-    st.binary(max_size=20),
-    st.lists(st.integers(0, 300), max_size=6),
-)
-def test_a_chunked_body_ends_at_the_same_byte_whatever_the_segments(
-    chunks: list[bytes], after: bytes, cuts: list[int]
-) -> None:
-    reader = body_reader(Chunked())
-    sent = b"".join(b"%X;ext=1\r\n%b\r\n" % (len(chunk), chunk) for chunk in chunks) + b"000\r\nTrailer: x\r\n\r\n"
-    passed, left = in_segments(reader, sent + after, cuts)
-    assert reader.done
-    assert left == after
-    assert unchunk(passed) == b"".join(chunks)
 
 
 def test_extensions_and_trailers_go_no_further() -> None:
@@ -102,14 +55,6 @@ def test_extensions_and_trailers_go_no_further() -> None:
 def test_chunks_that_two_readers_could_take_differently_are_refused(data: bytes) -> None:
     with pytest.raises(BodyError):
         drain(body_reader(Chunked()), bytearray(data))
-
-
-@given(st.binary(max_size=100))
-def test_random_bytes_raise_only_the_readers_own_error(noise: bytes) -> None:
-    try:
-        drain(body_reader(Chunked()), bytearray(noise))
-    except BodyError:
-        pass
 
 
 def test_a_turn_reads_a_bounded_number_of_small_chunks_and_a_large_one_whole() -> None:
