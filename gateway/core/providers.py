@@ -152,6 +152,9 @@ class UpstreamUrl:
 
 def parse_upstream(url: str) -> UpstreamUrl:
     """Read `https://host[:port][/base]` or the same with `http`. Raises ValueError with one sentence."""
+    # urlsplit drops newlines and tabs without a word.
+    if not url.isascii() or not url.isprintable():
+        raise ValueError(f"{url!r} is not a URL")
     try:
         parts = urlsplit(url)
         port = parts.port

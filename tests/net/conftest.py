@@ -11,7 +11,7 @@ from tests.support.engine import PrivateEngine
 from tests.support.forwarded import Forwarded
 from tests.support.gateway_process import GatewayProcess, doors, gateway_process
 
-TWICE = {"test_connect_requests", "test_connect_addresses", "test_tunnel", "test_plain", "test_plain_bodies"}
+TWICE = {"test_connect_requests", "test_connect_addresses", "test_model", "test_tunnel", "test_plain", "test_plain_bodies"}
 
 
 @pytest.fixture(scope="session")

@@ -141,6 +141,7 @@ class FakeProvider:
             case "fake-cut-early":
                 assert request.transport is not None
                 request.transport.abort()
+                return web.Response()
         return None
 
     @staticmethod
