@@ -31,6 +31,7 @@ from gateway.net.metrics_server import MetricsServer
 from gateway.net.model_proxy import ProviderError
 from gateway.net.own_addresses import REFRESH_S, read_own_addresses
 from gateway.net.pipes import PipePool
+from gateway.net.poller import Poller
 from gateway.net.resolve import Resolver
 from gateway.net.services import Services
 from gateway.registry import Registry
@@ -110,8 +111,10 @@ class App:
         descriptors = DescriptorBudget.of_limit(raise_descriptor_limit())
         if config.egress.allow_loopback:
             log.warning("[egress] allow_loopback is on: for benchmarks and tests only")
+        poller = Poller(loop)
         services = Services(
             loop=loop,
+            poller=poller,
             gateway=self.gateway,
             resolver=Resolver(
                 loop,
@@ -128,10 +131,11 @@ class App:
                 limits.egress_connect_timeout_ms / 1000,
                 metrics.connect_seconds.observe,
                 descriptors.upstream_below,
+                poller,
             ),
             pipes=PipePool(),
             idle=IdleSweep(loop, limits.egress_idle_ms / 1000),
-            lingering=Lingering(loop),
+            lingering=Lingering(loop, poller),
             handover=Handover(loop),
             descriptors=descriptors,
             facts=self._facts(),
@@ -174,6 +178,7 @@ class App:
             await self.gateway.model.close()
             for part in (services.waits, services.dialer, services.resolver, services.idle, services.lingering):
                 part.close()
+            poller.close()
             services.pipes.close()
             self.gateway.audit.close()
 

@@ -44,7 +44,7 @@ class Arrival:
         self.on_readable()
         if not self.watching and self.sock.fileno() >= 0 and self._listener.is_open(self):
             self.watching = True
-            self._listener.loop.add_reader(self.sock.fileno(), self.on_readable)
+            self._listener.poller.add_reader(self.sock.fileno(), self.on_readable)
 
     def on_readable(self) -> None:
         """Read what has come; route the connection once its head is whole."""
@@ -95,7 +95,7 @@ class Arrival:
     def release(self) -> None:
         """Stop watching the socket; it belongs to somebody else, or is about to be closed."""
         if self.watching:
-            self._listener.loop.remove_reader(self.sock.fileno())
+            self._listener.poller.remove_reader(self.sock.fileno())
             self.watching = False
         self._listener.leave(self)
 
@@ -107,7 +107,9 @@ class Arrival:
 
     def drop(self) -> None:
         """Close without a word."""
-        self.release()
+        self._listener.leave(self)
+        self.watching = False
+        self._listener.poller.forget(self.sock.fileno())
         self.sock.close()
 
     def expire(self) -> None:

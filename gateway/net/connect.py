@@ -147,6 +147,7 @@ class Connect:
         try:
             sock.send(ESTABLISHED)
         except OSError:
+            self._services.poller.forget(sock.fileno())
             sock.close()
             return
         relay = PlainRelay(self._services, self._caller, tunnel=(session, authority))
@@ -279,7 +280,7 @@ class Connect:
         metrics.allowed["connect"].inc()
         metrics.tunnels.inc()
         self._log("allow", self._rule)
-        splicer = Splicer(services.loop, services.pipes, session, self.sock, upstream, self._on_close)
+        splicer = Splicer(services.poller, services.pipes, session, self.sock, upstream, self._on_close)
         self._splicer = splicer
         services.idle.add(splicer)
         early, self._buffer = self._buffer[: session.bytes_left], b""
@@ -308,12 +309,12 @@ class Connect:
     def _watch(self) -> None:
         """Notice when the client leaves, and take what it says early."""
         self._watching = True
-        self._services.loop.add_reader(self.sock.fileno(), self._on_client)
+        self._services.poller.add_reader(self.sock.fileno(), self._on_client)
 
     def _unwatch(self) -> None:
         if self._watching:
             self._watching = False
-            self._services.loop.remove_reader(self.sock.fileno())
+            self._services.poller.remove_reader(self.sock.fileno())
 
     def _on_client(self) -> None:
         room = EARLY_BYTES - len(self._buffer)
@@ -369,6 +370,7 @@ class Connect:
         if self._session is not None:
             self._log("refuse" if self._splicer is None else "close", reason)
         self._give_back()
+        self._services.poller.forget(self.sock.fileno())
         self.sock.close()
 
     def _give_back(self) -> None:
@@ -384,7 +386,7 @@ class Connect:
         if self._dial is not None:
             self._dial.cancel()
         if self._upstream is not None:
-            self._upstream.close()
+            services.dialer.discard(self._upstream)
             self._upstream = None
         if session is not None:
             session.remove_closer(self.revoke)

@@ -7,11 +7,13 @@ import socket
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
 from gateway.core.verdict import DenyReason
 from gateway.net.deadlines import Deadlines
+from gateway.net.poller import Poller
 
 IPAddress = IPv4Address | IPv6Address
 
@@ -60,8 +62,11 @@ class Dialer:
         timeout_s: float,
         observe: Callable[[float], None] = lambda _seconds: None,
         below: int = sys.maxsize,
+        poller: Poller | None = None,
     ) -> None:
         self.loop = loop
+        self._owns_poller = poller is None
+        self.poller = Poller(loop) if poller is None else poller
         # See `descriptors`: a socket numbered higher takes what the gateway itself needs.
         self.below = below
         self.observe = observe
@@ -84,20 +89,27 @@ class Dialer:
                 future.set_result(result)
             elif isinstance(result, Connected):
                 # Cancelled, but the coroutine has not run since: nobody else would close it.
-                result.sock.close()
+                self.discard(result.sock)
 
         dial = self.dial(addresses, port, done)
         try:
             return await future
         except asyncio.CancelledError:
             if future.done() and not future.cancelled() and isinstance(result := future.result(), Connected):
-                result.sock.close()
+                self.discard(result.sock)
             dial.cancel()
             raise
 
     def close(self) -> None:
         """Stop the timer."""
         self.deadlines.close()
+        if self._owns_poller:
+            self.poller.close()
+
+    def discard(self, sock: socket.socket) -> None:
+        """Close a socket that was dialled and is not wanted."""
+        self.poller.forget(sock.fileno())
+        sock.close()
 
 
 class Dial:
@@ -153,7 +165,7 @@ class Dial:
                 sock.close()
                 continue
             self._attempts[sock] = address
-            loop.add_writer(sock.fileno(), self._on_writable, sock)
+            self._dialer.poller.add_writer(sock.fileno(), partial(self._on_writable, sock))
             if self._next < len(self._addresses):
                 self._timer = loop.call_later(ATTEMPT_DELAY_S, self.attempt)
             return
@@ -163,7 +175,7 @@ class Dial:
     def _on_writable(self, sock: socket.socket) -> None:
         error = sock.getsockopt(socket.SOL_SOCKET, socket.SO_ERROR)
         if error == 0:
-            self._dialer.loop.remove_writer(sock.fileno())
+            self._dialer.poller.remove_writer(sock.fileno())
             self._succeed(sock)
             return
         self._error = error
@@ -173,8 +185,7 @@ class Dial:
 
     def _abandon(self, sock: socket.socket) -> None:
         del self._attempts[sock]
-        self._dialer.loop.remove_writer(sock.fileno())
-        sock.close()
+        self._dialer.discard(sock)
 
     def _succeed(self, sock: socket.socket) -> None:
         address = self._attempts.pop(sock)

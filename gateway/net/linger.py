@@ -9,6 +9,7 @@ import socket
 from typing import Final
 
 from gateway.net.deadlines import Deadlines
+from gateway.net.poller import Poller
 
 # nginx waits 5 s between reads (lingering_timeout); a sandbox is on the same host.
 LINGER_S: Final = 2.0
@@ -41,12 +42,12 @@ class _Ending:
 class Lingering:
     """The connections that have got their last reply."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._loop = loop
+    def __init__(self, loop: asyncio.AbstractEventLoop, poller: Poller) -> None:
+        self._poller = poller
         self._deadlines: Deadlines[_Ending] = Deadlines(loop, LINGER_S, self.end)
 
     def close_with(self, sock: socket.socket, reply: bytes) -> None:
-        """Send `reply` on a non-blocking socket that no reader watches, then close it, kindly if there is room.
+        """Send `reply` on a non-blocking socket, then close it, kindly if there is room.
 
         The reply fits an empty send buffer; a client that filled it by not reading loses it.
         """
@@ -54,20 +55,23 @@ class Lingering:
             sock.send(reply)
             sock.shutdown(socket.SHUT_WR)
         except OSError:
-            sock.close()
+            self._close(sock)
             return
         if len(self._deadlines) >= MAX_LINGERING:
-            sock.close()
+            self._close(sock)
             return
         ending = _Ending(self, sock)
         self._deadlines.add(ending)
-        self._loop.add_reader(sock.fileno(), ending.on_readable)
+        self._poller.add_reader(sock.fileno(), ending.on_readable)
 
     def end(self, ending: _Ending) -> None:
         """Close for good."""
         self._deadlines.discard(ending)
-        self._loop.remove_reader(ending.sock.fileno())
-        ending.sock.close()
+        self._close(ending.sock)
+
+    def _close(self, sock: socket.socket) -> None:
+        self._poller.forget(sock.fileno())
+        sock.close()
 
     def close(self) -> None:
         """Stop the timer; what still lingers goes with the process."""

@@ -1,7 +1,6 @@
 """The sandbox port: accepts, admits within bounds, and routes each connection by its head.
 
-Accepting is raw (`add_reader` on the listening socket): a CONNECT stays a raw socket from end to end, because a socket
-once given to a transport refuses `add_reader`.
+Accepting is raw: a CONNECT stays a raw socket from end to end, because a socket once given to a transport is the loop's.
 """
 
 import asyncio
@@ -37,6 +36,7 @@ class Listener:
         config = services.gateway.config
         self.services = services
         self.loop = services.loop
+        self.poller = services.poller
         self.proxy_protocol = config.listen.proxy_protocol
         self.head_bytes = config.limits.head_bytes
         self._names = frozenset(name.lower() for name in config.listen.names)
@@ -55,13 +55,13 @@ class Listener:
     def start(self) -> None:
         """Begin to accept."""
         self._listening = True
-        self.loop.add_reader(self._server.fileno(), self._on_acceptable)
+        self.poller.add_reader(self._server.fileno(), self._on_acceptable)
 
     def stop(self) -> None:
         """Accept no more; what is open goes on. The listening socket itself stays open (its queue is not lost)."""
         if self._listening:
             self._listening = False
-            self.loop.remove_reader(self._server.fileno())
+            self.poller.remove_reader(self._server.fileno())
         if self._resume is not None:
             self._resume.cancel()
             self._resume = None

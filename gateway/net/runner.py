@@ -108,7 +108,7 @@ class RunnerHandoff:
         self._upstream = None
         services.gateway.metrics.allowed["runner"].inc()
         self._splicer = Splicer(
-            services.loop, services.pipes, services.runner_account, self._sock, sock, self._on_close
+            services.poller, services.pipes, services.runner_account, self._sock, sock, self._on_close
         )
         self._splicer.start(early)
 

@@ -14,6 +14,7 @@ from gateway.net.handover import Handover
 from gateway.net.idle import IdleSweep
 from gateway.net.linger import Lingering
 from gateway.net.pipes import PipePool
+from gateway.net.poller import Poller
 from gateway.net.resolve import Resolver
 from gateway.registry import UNLIMITED, Session
 
@@ -38,6 +39,7 @@ class Services:
     """Shared by listener, tunnels and relays. `facts` is replaced whole when this host's addresses change."""
 
     loop: asyncio.AbstractEventLoop
+    poller: Poller
     gateway: Gateway
     resolver: Resolver
     dialer: Dialer

@@ -5,7 +5,6 @@ splice(2) through a pooled pipe. It never waits, has no task, and allocates noth
 when the ones before it have been written, so what it can hold is bounded by one buffer or one pipe a direction.
 """
 
-import asyncio
 import os
 import socket
 from collections.abc import Callable
@@ -13,6 +12,7 @@ from typing import Final, Protocol
 
 from gateway.core.verdict import CloseReason
 from gateway.net.pipes import PIPE_BYTES, Pipe, PipePool
+from gateway.net.poller import Poller
 
 # A read that fills this is bulk: from then on the direction is spliced, until a read is small again.
 COPY_BYTES: Final = 64 * 1024
@@ -153,9 +153,9 @@ class Flow:
     def _stall(self) -> None:
         """Stop reading until the destination takes what is held."""
         self.writing = True
-        loop = self.splicer.loop
-        loop.remove_reader(self.source.fileno())
-        loop.add_writer(self.destination.fileno(), self.on_writable)
+        poller = self.splicer.poller
+        poller.remove_reader(self.source.fileno())
+        poller.add_writer(self.destination.fileno(), self.on_writable)
 
     def on_writable(self) -> None:
         """Pass on what is held; then read again."""
@@ -175,18 +175,18 @@ class Flow:
             return
         splicer = self.splicer
         self.writing = False
-        splicer.loop.remove_writer(self.destination.fileno())
+        splicer.poller.remove_writer(self.destination.fileno())
         if splicer.account.bytes_left <= 0:
             splicer.close(CloseReason.BUDGET_EXHAUSTED)
         elif self.ended:
             self._shut()
         else:
-            splicer.loop.add_reader(self.source.fileno(), self.on_readable)
+            splicer.poller.add_reader(self.source.fileno(), self.on_readable)
 
     def _end(self) -> None:
         """The source has sent its last byte: tell the destination, keep the other direction."""
         self.ended = True
-        self.splicer.loop.remove_reader(self.source.fileno())
+        self.splicer.poller.remove_reader(self.source.fileno())
         self._shut()
 
     def _shut(self) -> None:
@@ -210,18 +210,18 @@ class Flow:
 class Splicer:
     """Two sockets joined. Owns both until `close`, which calls `on_close` once."""
 
-    __slots__ = ("account", "closed", "down", "loop", "marked", "on_close", "pool", "up")
+    __slots__ = ("account", "closed", "down", "marked", "on_close", "poller", "pool", "up")
 
     def __init__(
         self,
-        loop: asyncio.AbstractEventLoop,
+        poller: Poller,
         pool: PipePool,
         account: Account,
         client: socket.socket,
         upstream: socket.socket,
         on_close: Callable[[CloseReason], None],
     ) -> None:
-        self.loop = loop
+        self.poller = poller
         self.pool = pool
         self.account = account
         self.on_close = on_close
@@ -239,10 +239,10 @@ class Splicer:
                 flow.held = early
                 flow.writing = True
                 flow.count += len(early)
-                self.loop.add_writer(flow.destination.fileno(), flow.on_writable)
+                self.poller.add_writer(flow.destination.fileno(), flow.on_writable)
                 flow.on_writable()
             else:
-                self.loop.add_reader(flow.source.fileno(), flow.on_readable)
+                self.poller.add_reader(flow.source.fileno(), flow.on_readable)
 
     def moved(self) -> bool:
         """Tell whether a byte has passed since the last call: the idle sweep's question."""
@@ -257,12 +257,9 @@ class Splicer:
         if self.closed:
             return
         self.closed = True
-        loop = self.loop
         up, down = self.up, self.down
         for flow in (up, down):
-            fd = flow.source.fileno()
-            loop.remove_reader(fd)
-            loop.remove_writer(fd)
+            self.poller.forget(flow.source.fileno())
             flow.drop()
         up.source.close()
         down.source.close()

@@ -1,0 +1,196 @@
+"""The poller, with real sockets on the real loop."""
+
+import asyncio
+import socket
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from gateway.net.poller import Poller
+
+
+@pytest.fixture
+async def poller() -> AsyncIterator[Poller]:
+    poller = Poller(asyncio.get_running_loop())
+    yield poller
+    poller.close()
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    left, right = socket.socketpair()
+    left.setblocking(False)
+    right.setblocking(False)
+    yield left, right
+    left.close()
+    right.close()
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(5):
+        while not condition():
+            await asyncio.sleep(0)
+
+
+async def turns(number: int = 20) -> None:
+    """Let the loop look at its descriptors a few times."""
+    for _ in range(number):
+        await asyncio.sleep(0.001)
+
+
+async def test_calls_the_reader_as_long_as_there_is_something_to_read(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    read: list[bytes] = []
+    poller.add_reader(left.fileno(), lambda: read.append(left.recv(1)))
+    right.send(b"abc")
+    await until(lambda: read == [b"a", b"b", b"c"])
+
+
+async def test_tells_the_reader_of_an_end_and_of_a_reset(poller: Poller) -> None:
+    server = socket.create_server(("127.0.0.1", 0))
+    for linger in (None, b"\x01\0\0\0\0\0\0\0"):
+        client = socket.create_connection(server.getsockname())
+        accepted, _ = server.accept()
+        accepted.setblocking(False)
+        called: list[object] = []
+
+        def on_readable(accepted: socket.socket = accepted, called: list[object] = called) -> None:
+            try:
+                called.append(accepted.recv(1))
+            except ConnectionResetError as error:
+                called.append(type(error))
+            poller.forget(accepted.fileno())
+            accepted.close()
+
+        poller.add_reader(accepted.fileno(), on_readable)
+        if linger:
+            client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, linger)
+        client.close()
+        await until(lambda called=called: bool(called))  # type: ignore[misc]
+        assert called == [ConnectionResetError if linger else b""]
+    server.close()
+
+
+async def test_a_writer_beside_a_reader_is_called_and_goes_alone(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    read: list[bytes] = []
+    written: list[int] = []
+
+    def on_writable() -> None:
+        written.append(left.send(b"x"))
+        poller.remove_writer(left.fileno())
+
+    poller.add_reader(left.fileno(), lambda: read.append(left.recv(1)))
+    poller.add_writer(left.fileno(), on_writable)
+    await until(lambda: bool(written))
+    right.send(b"y")
+    await until(lambda: bool(read))
+    await turns()
+    assert (written, read) == ([1], [b"y"])
+
+
+async def test_a_removed_socket_is_left_to_others(poller: Poller, pair: tuple[socket.socket, socket.socket]) -> None:
+    left, right = pair
+    poller.add_reader(left.fileno(), lambda: pytest.fail("it was removed"))
+    poller.remove_reader(left.fileno())
+    assert len(poller) == 0
+    right.send(b"for the loop")
+    assert await asyncio.get_running_loop().sock_recv(left, 100) == b"for the loop"
+
+
+async def test_does_not_spin_on_a_hang_up_that_nobody_reads(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    calls: list[None] = []
+
+    def on_readable() -> None:
+        calls.append(None)
+        poller.remove_reader(left.fileno())
+
+    poller.add_reader(left.fileno(), on_readable)
+    right.close()
+    await until(lambda: bool(calls))
+    await turns()
+    assert len(calls) == 1
+    assert len(poller) == 0
+
+
+async def test_an_event_for_a_closed_socket_does_not_reach_the_next_one_with_its_number(poller: Poller) -> None:
+    first, first_peer = socket.socketpair()
+    second, second_peer = socket.socketpair()
+    successor: list[socket.socket] = []
+    wrong: list[str] = []
+
+    def replace(other: socket.socket) -> Callable[[], None]:
+        def on_readable() -> None:
+            # Both have an event in this batch. The other one is closed, and its number taken by a socket without any.
+            if successor:
+                wrong.append("the closed socket was called")
+                return
+            number = other.fileno()
+            poller.forget(number)
+            other.close()
+            new, peer = socket.socketpair()
+            successor.extend((new, peer))
+            assert number in (new.fileno(), peer.fileno())
+            poller.add_reader(number, lambda: wrong.append("an event was taken for the new socket's"))
+
+        return on_readable
+
+    poller.add_reader(first.fileno(), replace(second))
+    poller.add_reader(second.fileno(), replace(first))
+    first_peer.send(b"x")
+    second_peer.send(b"x")
+    await until(lambda: bool(successor))
+    for sock in (first, second):
+        if sock.fileno() >= 0:
+            poller.remove_reader(sock.fileno())
+    await turns()
+    assert wrong == []
+    for sock in (first, first_peer, second, second_peer, *successor):
+        poller.forget(sock.fileno())
+        sock.close()
+
+
+async def test_a_callback_that_raises_is_reported_and_stops_nobody_else(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    reported: list[object] = []
+    read: list[bytes] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context.get("exception")))
+
+    def fail() -> None:
+        poller.remove_reader(left.fileno())
+        raise ZeroDivisionError
+
+    poller.add_reader(left.fileno(), fail)
+    poller.add_reader(right.fileno(), lambda: read.append(right.recv(1)))
+    left.send(b"x")
+    right.send(b"x")
+    await until(lambda: bool(read) and bool(reported))
+    assert [type(error) for error in reported] == [ZeroDivisionError]
+    assert read == [b"x"]
+
+
+async def test_changes_that_a_callback_makes_hold_when_it_returns(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    first: list[None] = []
+    second: list[bytes] = []
+
+    def on_readable() -> None:
+        first.append(None)
+        poller.remove_reader(left.fileno())
+        poller.add_reader(left.fileno(), lambda: second.append(left.recv(1)))
+
+    poller.add_reader(left.fileno(), on_readable)
+    right.send(b"x")
+    await until(lambda: second == [b"x"])
+    assert len(first) == 1
