@@ -5,11 +5,12 @@ StoreUnavailableError, and the caller decides what goes on without it. One proce
 """
 
 import asyncio
+import contextlib
 import hashlib
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+import sqlite3
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 import alembic.command
 import alembic.config
@@ -25,9 +26,14 @@ from control.plan.session import Event, LaunchStarted, Session, SessionState
 from control.spec import SandboxSpec
 from gateway.contract.policy import Usage
 
+T = TypeVar("T")
+
 # Longer than a busy database takes for one small transaction, short enough that an operator's request gets its 503.
 CALL_TIMEOUT_S: Final = 10.0
 MIGRATION_TIMEOUT_S: Final = 600.0
+# A call that hangs is given up for good after so many times its timeout.
+HANGING_FACTOR: Final = 6
+READERS: Final = 4
 _DRIVERS: Final = {"sqlite": "sqlite+aiosqlite", "postgresql": "postgresql+psycopg", "postgres": "postgresql+psycopg"}
 _MIGRATIONS: Final = Path(__file__).with_name("migrations")
 
@@ -89,7 +95,11 @@ class Store:
         if driver is None:
             raise ValueError("must begin with sqlite:/// or postgresql://")
         self._timeout = call_timeout_s
-        self._writing = asyncio.Lock()
+        # One writer at a time: SQLite refuses a second one, and one process has no need of two.
+        self._writing = asyncio.Semaphore(1)
+        self._reading = asyncio.Semaphore(READERS)
+        self._tasks: set[asyncio.Task[Any]] = set()
+        self._closed = False
         options: dict[str, Any] = {}
         if driver == _DRIVERS["postgresql"]:
             # Ask before each use whether a pooled connection still lives: the database may have been restarted.
@@ -99,7 +109,12 @@ class Store:
             sa_event.listen(self._engine.sync_engine, "connect", _prepare_sqlite)
 
     async def close(self) -> None:
-        """Close all connections."""
+        """Wait for what is under way, and close all connections. Later calls find the store unavailable."""
+        self._closed = True
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=self._timeout)
+        for task in self._tasks:
+            task.cancel()
         await self._engine.dispose()
 
     async def migrate(self) -> None:
@@ -111,24 +126,37 @@ class Store:
             config.attributes["connection"] = connection
             alembic.command.upgrade(config, "head")
 
-        async with self._transaction(MIGRATION_TIMEOUT_S) as connection:
+        async def work(connection: AsyncConnection) -> None:
             await connection.run_sync(upgrade)
+
+        await asyncio.to_thread(self._try_sqlite)
+        await self._write(work, MIGRATION_TIMEOUT_S)
+
+    def _try_sqlite(self) -> None:
+        """Open the file once by hand: aiosqlite leaves a thread behind for each file that cannot be opened."""
+        path = self._engine.url.database
+        if self._engine.dialect.name != "sqlite" or not path:
+            return
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as connection:
+                connection.execute("PRAGMA user_version")
+        except sqlite3.Error as error:
+            raise StoreUnavailableError(f"the database {path} is not available: {error}") from error
 
     async def ping(self) -> None:
         """Ask the database for a sign of life. Raises StoreUnavailableError."""
-        async with self._reading() as connection:
-            await connection.execute(sa.select(1))
+        await self._read(sa.select(1))
 
     async def insert(self, new: StoredSession, key: str = "", digest: str = "") -> StoredSession:
         """Store a new session, or return the one that the same key and request made before.
 
         Raises SessionExistsError, KeyReusedError, StoreUnavailableError.
         """
-        async with self._transaction() as connection:
+
+        async def work(connection: AsyncConnection) -> StoredSession:
             if key:
-                known = (
-                    await connection.execute(sa.select(idempotency_keys).where(idempotency_keys.c.key == key))
-                ).one_or_none()
+                query = sa.select(idempotency_keys).where(idempotency_keys.c.key == key)
+                known = (await connection.execute(query)).one_or_none()
                 if known is not None:
                     if known.request_sha256 != digest:
                         raise KeyReusedError
@@ -139,55 +167,51 @@ class Store:
             except IntegrityError as error:
                 raise SessionExistsError from error
             if key:
-                await connection.execute(
-                    sa.insert(idempotency_keys).values(key=key, request_sha256=digest, session=new.id)
-                )
-        return new
+                values = {"key": key, "request_sha256": digest, "session": new.id}
+                await connection.execute(sa.insert(idempotency_keys).values(values))
+            return new
+
+        return await self._write(work)
 
     async def append(self, session: str, new: Sequence[StoredEvent], life: Session) -> None:
         """Store events and what the session has come to by them, together or not at all.
 
         Repeating a call that may have succeeded is harmless: events that are stored already are left out.
         """
-        async with self._transaction() as connection:
+        given = list(new)
+
+        async def work(connection: AsyncConnection) -> None:
             last = await connection.scalar(sa.select(sessions.c.last_event).where(sessions.c.id == session))
-            missing = [each for each in new if each.number > (last or 0)]
+            missing = [each for each in given if each.number > (last or 0)]
             if last is None or not missing:
                 return
-            await connection.execute(
-                sa.insert(events),
-                [
-                    {
-                        "session": session,
-                        "number": each.number,
-                        "at": each.at,
-                        "type": each.event.__struct_config__.tag,
-                        "data": _encode(each.event).decode(),
-                    }
-                    for each in missing
-                ],
-            )
+            await connection.execute(sa.insert(events), [_event_row(session, each) for each in missing])
             values = {**_life_columns(life), "last_event": missing[-1].number}
             # Only with the event that assigns it: a later one must not take back an address that was released.
             if any(isinstance(each.event, LaunchStarted) for each in missing):
                 values["address"] = life.address
             await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(values))
 
+        await self._write(work)
+
     async def release_address(self, session: str) -> None:
         """Note that the gateway grants the session's address to nobody any more."""
-        async with self._transaction() as connection:
-            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(address=None))
+        await self._update(session, address=None)
 
     async def mark_cleaned(self, session: str) -> None:
         """Note that the session's container and volume are gone."""
-        async with self._transaction() as connection:
-            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(cleaned=True))
+        await self._update(session, cleaned=True)
+
+    async def _update(self, session: str, **values: object) -> None:
+        async def work(connection: AsyncConnection) -> None:
+            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(values))
+
+        await self._write(work)
 
     async def get(self, session: str) -> StoredSession | None:
         """Return one session."""
-        async with self._reading() as connection:
-            row = (await connection.execute(sa.select(sessions).where(sessions.c.id == session))).one_or_none()
-        return None if row is None else _session(row)
+        rows = await self._read(sa.select(sessions).where(sessions.c.id == session))
+        return _session(rows[0]) if rows else None
 
     async def page(
         self, *, states: Sequence[SessionState] = (), before: int | None = None, limit: int = 100
@@ -198,48 +222,38 @@ class Store:
             query = query.where(sessions.c.state.in_([state.value for state in states]))
         if before is not None:
             query = query.where(sessions.c.position < before)
-        async with self._reading() as connection:
-            return [_session(row) for row in await connection.execute(query)]
+        return [_session(row) for row in await self._read(query)]
 
     async def count_by_state(self) -> dict[str, int]:
         """Return how many sessions are in each state."""
-        query = sa.select(sessions.c.state, sa.func.count()).group_by(sessions.c.state)
-        async with self._reading() as connection:
-            return dict((await connection.execute(query)).all())
+        query = sa.select(sessions.c.state, sa.func.count().label("number")).group_by(sessions.c.state)
+        return {row.state: row.number for row in await self._read(query)}
 
     async def unfinished(self) -> list[StoredSession]:
         """Return the sessions that are not cleaned up, oldest first."""
         query = sa.select(sessions).where(sessions.c.cleaned.is_(False)).order_by(sessions.c.position)
-        async with self._reading() as connection:
-            return [_session(row) for row in await connection.execute(query)]
+        return [_session(row) for row in await self._read(query)]
 
     async def held_addresses(self) -> dict[str, str]:
         """Return the addresses that may still be granted, by session."""
         query = sa.select(sessions.c.id, sessions.c.address).where(sessions.c.address.is_not(None))
-        async with self._reading() as connection:
-            return dict((await connection.execute(query)).all())
+        return {row.id: row.address for row in await self._read(query)}
 
     async def last_position(self) -> int:
         """Return the position of the newest session, 0 if there is none."""
-        async with self._reading() as connection:
-            return await connection.scalar(sa.select(sa.func.max(sessions.c.position))) or 0
+        return (await self._read(sa.select(sa.func.max(sessions.c.position))))[0][0] or 0
 
     async def events(self, session: str, after: int = 0, limit: int = 1_000) -> list[StoredEvent]:
         """Return events of a session with numbers above `after`, in order."""
-        query = (
-            sa.select(events)
-            .where(events.c.session == session, events.c.number > after)
-            .order_by(events.c.number)
-            .limit(limit)
-        )
-        async with self._reading() as connection:
-            rows = await connection.execute(query)
-            return [StoredEvent(row.number, row.at, _event_decoder.decode(row.data)) for row in rows]
+        mine = (events.c.session == session) & (events.c.number > after)
+        rows = await self._read(sa.select(events).where(mine).order_by(events.c.number).limit(limit))
+        return [StoredEvent(row.number, row.at, _event_decoder.decode(row.data)) for row in rows]
 
     async def put_usage(self, session: str, epoch: str, used: Usage) -> None:
         """Store what a session has used in one epoch of the gateway, in place of what was known."""
         text = _encode(used).decode()
-        async with self._transaction() as connection:
+
+        async def work(connection: AsyncConnection) -> None:
             mine = (usage.c.session == session) & (usage.c.epoch == epoch)
             changed = await connection.execute(sa.update(usage).where(mine).values(usage=text))
             if changed.rowcount == 0:
@@ -247,37 +261,70 @@ class Store:
                 if exists is not None:
                     await connection.execute(sa.insert(usage).values(session=session, epoch=epoch, usage=text))
 
+        await self._write(work)
+
     async def usage_of(self, ids: Sequence[str]) -> dict[str, dict[str, Usage]]:
         """Return what sessions have used, by session and epoch."""
         found: dict[str, dict[str, Usage]] = {}
-        async with self._reading() as connection:
-            for row in await connection.execute(sa.select(usage).where(usage.c.session.in_(ids))):
-                found.setdefault(row.session, {})[row.epoch] = _usage_decoder.decode(row.usage)
+        for row in await self._read(sa.select(usage).where(usage.c.session.in_(ids))):
+            found.setdefault(row.session, {})[row.epoch] = _usage_decoder.decode(row.usage)
         return found
 
-    @asynccontextmanager
-    async def _reading(self) -> AsyncIterator[AsyncConnection]:
-        async with self._bounded(self._timeout), self._engine.connect() as connection:
-            yield connection
+    async def _read(self, query: sa.Select[Any]) -> Sequence[Any]:
+        async def work() -> Sequence[Any]:
+            async with self._engine.connect() as connection:
+                rows: Sequence[Any] = (await connection.execute(query)).all()
+                return rows
 
-    @asynccontextmanager
-    async def _transaction(self, timeout_s: float | None = None) -> AsyncIterator[AsyncConnection]:
-        # One writer at a time: SQLite refuses a second one, and one process has no need of two.
-        async with self._bounded(timeout_s or self._timeout), self._writing, self._engine.begin() as connection:
-            yield connection
+        return await self._bounded(self._reading, work, self._timeout)
 
-    @asynccontextmanager
-    async def _bounded(self, timeout_s: float) -> AsyncIterator[None]:
+    async def _write(self, act: Callable[[AsyncConnection], Awaitable[T]], timeout_s: float | None = None) -> T:
+        async def work() -> T:
+            async with self._engine.begin() as connection:
+                return await act(connection)
+
+        return await self._bounded(self._writing, work, timeout_s or self._timeout)
+
+    async def _bounded(self, gate: asyncio.Semaphore, work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        """Do `work` in a task of its own, and wait for it for a while.
+
+        A caller that is cancelled, or has waited long enough, leaves the task to its end: a connection that is torn out of a
+        call is lost to the pool. So at most as many calls hang as the gate lets in; the others time out before it.
+        """
+        if self._closed:
+            raise StoreUnavailableError("the store is closed")
         try:
             async with asyncio.timeout(timeout_s):
-                yield
+                await gate.acquire()
         except TimeoutError as error:
-            raise StoreUnavailableError(f"the database did not answer within {timeout_s:g} s") from error
+            raise StoreUnavailableError("the database does not answer: earlier calls still wait for it") from error
+        task = asyncio.create_task(self._through(gate, work, timeout_s), name="store")
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        done, _ = await asyncio.wait([task], timeout=timeout_s)
+        if not done:
+            raise StoreUnavailableError(f"the database did not answer within {timeout_s:g} s")
+        return task.result()
+
+    async def _through(self, gate: asyncio.Semaphore, work: Callable[[], Awaitable[T]], timeout_s: float) -> T:
+        try:
+            async with asyncio.timeout(HANGING_FACTOR * timeout_s):
+                return await work()
+        except TimeoutError as error:
+            raise StoreUnavailableError("the database did not answer") from error
         except (DBAPIError, OSError) as error:
             cause = error.orig if isinstance(error, DBAPIError) else error
             raise StoreUnavailableError(f"the database is not available: {_first_line(cause)}") from error
         except SQLAlchemyError as error:
             raise StoreUnavailableError(f"the database is not available: {_first_line(error)}") from error
+        finally:
+            gate.release()
+
+    def _forget(self, task: "asyncio.Task[Any]") -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Whoever asked may have stopped waiting; the failure is then nobody's.
+            task.exception()
 
 
 def _first_line(error: BaseException | None) -> str:
@@ -291,6 +338,16 @@ def _prepare_sqlite(connection: Any, _record: Any) -> None:
     for pragma in ("journal_mode=WAL", "synchronous=NORMAL", "foreign_keys=ON", "busy_timeout=5000"):
         cursor.execute(f"PRAGMA {pragma}")
     cursor.close()
+
+
+def _event_row(session: str, stored: StoredEvent) -> dict[str, object]:
+    return {
+        "session": session,
+        "number": stored.number,
+        "at": stored.at,
+        "type": stored.event.__struct_config__.tag,
+        "data": _encode(stored.event).decode(),
+    }
 
 
 def _life_columns(life: Session) -> dict[str, object]:

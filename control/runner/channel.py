@@ -227,6 +227,10 @@ class Channel:
         self._batch.append(message)
         self._filled.set()
         if isinstance(message, Output) and (run := self._runs.get(message.run)) is not None:
+            try:
+                message.content()
+            except ValueError:
+                raise FrameError("invalid", "output: its data is not what its encoding says") from None
             await run.offer(message)
 
     async def keep(self) -> None:

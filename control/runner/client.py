@@ -39,8 +39,10 @@ LAST_RETRY_S: Final = 5.0
 # A run may carry its stdin and environment; control's own bound on a request is lower.
 MAX_FRAME_BYTES: Final = 4 * 1024 * 1024
 MAX_HEAD_BYTES: Final = 16 * 1024
-# JSON makes at most six characters of a byte, so a frame stays far below control's bound of 1 MiB.
+# Output in one frame, unless control's own bound asks for less: JSON makes at most six bytes of one.
 CHUNK_BYTES: Final = 32 * 1024
+JSON_FACTOR: Final = 6
+FRAME_OVERHEAD_BYTES: Final = 1024
 MAX_UNACKED_BYTES: Final = 8 * 1024 * 1024
 # Processes that stay in the background may hold the pipes open for ever; they get this long after the exit.
 LINGER_S: Final = 1.0
@@ -190,6 +192,7 @@ class Outbox:
 
     def __init__(self, limit_bytes: int = MAX_UNACKED_BYTES) -> None:
         self._limit = limit_bytes
+        self.chunk_bytes = CHUNK_BYTES
         self._changed = threading.Condition()
         self._kept: deque[tuple[int, str]] = deque()
         self._bytes = 0
@@ -202,7 +205,7 @@ class Outbox:
             while self._bytes >= self._limit:
                 self._changed.wait()
             self._last += 1
-            text = json.dumps({"type": kind, "seq": self._last, **fields}, separators=(",", ":"))
+            text = json.dumps({"type": kind, "seq": self._last, **fields}, ensure_ascii=False, separators=(",", ":"))
             self._kept.append((self._last, text))
             self._bytes += len(text)
             self._changed.notify_all()
@@ -335,7 +338,7 @@ class Run:
                 (owed,) = struct.unpack("i", fcntl.ioctl(source, termios.FIONREAD, b"\0" * 4))
                 until = time.monotonic() + LINGER_S
             if source in ready:
-                data = os.read(source, CHUNK_BYTES)
+                data = os.read(source, self._outbox.chunk_bytes)
                 write_all(own, data)
                 rest = self._send(stream, rest + data, final=not data)
                 if not data:
@@ -454,6 +457,8 @@ class Runner:
                 raise ConnectionLostError(f"not welcome: {welcome.get('message', '')}")
             self._greeted = True
             connection.set_read_timeout(max(SEND_TIMEOUT_S, 3 * welcome["ping_ms"] / 1000))
+            room = (welcome["frame_bytes"] - FRAME_OVERHEAD_BYTES) // JSON_FACTOR
+            self._outbox.chunk_bytes = max(1, min(CHUNK_BYTES, room))
             self._outbox.resume(welcome["seq"])
             threading.Thread(target=self._write, args=(connection, stopped), daemon=True).start()
             while True:

@@ -56,12 +56,20 @@ class RunnerServer:
         self._channel_of = channel_of
         self._frame_bytes = frame_bytes
         self._connections: dict[str, int] = {}
+        self._conversations: set[asyncio.Task[None]] = set()
 
     def application(self) -> web.Application:
         """Return the application that answers on the runner socket."""
         app = web.Application()
         app.router.add_get("/runner", self._serve)
+        app.on_shutdown.append(self._close)
         return app
+
+    async def _close(self, _app: web.Application) -> None:
+        """End all conversations, and wait until what they leave behind is recorded."""
+        for task in self._conversations:
+            task.cancel()
+        await asyncio.gather(*self._conversations, return_exceptions=True)
 
     async def _serve(self, request: web.Request) -> web.StreamResponse:
         session = request.headers.get("X-Opificia-Session", "")
@@ -75,7 +83,11 @@ class RunnerServer:
             # No compression: a few bytes could unfold to gigabytes.
             socket = web.WebSocketResponse(max_msg_size=self._frame_bytes, compress=False, autoclose=True)
             await socket.prepare(request)
-            await self._converse(socket, channel)
+            conversation = asyncio.create_task(self._converse(socket, channel), name=f"runner-{session}")
+            self._conversations.add(conversation)
+            conversation.add_done_callback(self._conversations.discard)
+            # Cancelling one that has to wait is the server's business alone, see `_close`.
+            await asyncio.wait([conversation])
             return socket
         finally:
             self._connections[session] -= 1
@@ -101,6 +113,7 @@ class RunnerServer:
         finally:
             pinging.cancel()
             await channel.lost(connection)
+            await connection.close("over")
 
     async def _listen(
         self, socket: web.WebSocketResponse, connection: RunnerConnection, channel: Channel

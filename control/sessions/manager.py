@@ -316,27 +316,27 @@ class SessionManager:
                     self.admission.put_back(late)
                 return
             self._addresses[session] = self._last_address = address
-            self._spawn(self._launch(record, address), f"launch-{session}")
+            token = new_token()
+            # From this moment on a stop goes to the life, whatever of the launch has happened yet.
+            life = self._lives[session] = Life(record, self._services, token)
+            started = LaunchStarted(str(address), token_sha256(token))
+            self._spawn(self._launch(record, life, started), f"session-{session}")
 
-    async def _launch(self, record: Record, address: IPv4Address) -> None:
-        token = new_token()
-        started = LaunchStarted(str(address), token_sha256(token))
-        if isinstance(await self._services.recorder.record(record, started), NotAllowed):
-            # Stopped in the meantime.
-            await self._clean(record)
-            return
-        await self._live(record, Life(record, self._services, token))
+    async def _launch(self, record: Record, life: Life, started: LaunchStarted) -> None:
+        # Not allowed if it was stopped in this very moment; then it has ended.
+        if not isinstance(await self._services.recorder.record(record, started), NotAllowed):
+            await life.run()
+        del self._lives[record.id]
+        await self._clean(record)
 
     def _begin(self, record: Record) -> None:
         self.admission.hold(record.id, Demand(record.stored.memory_bytes, record.stored.cpus))
-        self._spawn(self._live(record, Life(record, self._services)), f"session-{record.id}")
+        self._lives[record.id] = Life(record, self._services)
+        self._spawn(self._adopt(record, self._lives[record.id]), f"session-{record.id}")
 
-    async def _live(self, record: Record, life: Life) -> None:
-        self._lives[record.id] = life
-        try:
-            await life.run()
-        finally:
-            del self._lives[record.id]
+    async def _adopt(self, record: Record, life: Life) -> None:
+        await life.run()
+        del self._lives[record.id]
         await self._clean(record)
 
     async def _clean(self, record: Record) -> None:
@@ -360,6 +360,7 @@ class SessionManager:
         self._admit()
         if record.life.address:
             await self._services.link.revoke(session)
+        # Given back only now: nobody is granted it any more.
         while True:
             try:
                 await self._put_usage()

@@ -1,18 +1,535 @@
 """The whole life of sessions on the daemon, with processes for containers."""
 
-from control.plan.session import Reason, SessionState
-from tests.control.conftest import Host
+import asyncio
+import os
+import signal
+from typing import Any
+
+import pytest
+
+from control.db.store import StoredEvent
+from control.docker.types import EngineError, EngineUnavailableError
+from control.plan.container import LABEL_SESSION
+from control.plan.session import EndRequested, Reason, SessionState
+from control.runner.channel import NotAllowedError
+from control.runner.messages import Completed, Run
+from control.sessions import journal, life, manager
+from control.sessions.manager import NoSuchSessionError, WrongStateError
+from gateway.contract.policy import Usage
+from tests.control.conftest import Host, until
+
+S = SessionState
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tries again at once."""
+    monkeypatch.setattr(life, "RETRY_S", 0.02)
+    monkeypatch.setattr(manager, "USAGE_S", 0.05)
+
+
+async def nothing_left(host: Host, session: str) -> None:
+    """Check that neither container nor volume, grant, address or place is left of a session."""
+    await host.cleaned(session)
+    assert not [each for each in host.engine.containers.values() if each.labels[LABEL_SESSION] == session]
+    assert session not in host.engine.volumes
+    assert session not in host.gateway.grants
+    assert host.manager.addresses_held == len(host.manager.records())
+    stored = await host.manager.store.get(session)
+    assert stored is not None
+    assert (stored.cleaned, stored.life.state.final) == (True, True)
+    assert await host.manager.store.held_addresses() == {}
 
 
 async def test_a_session_runs_its_command_and_ends_with_its_exit_code(host: Host) -> None:
     session = await host.launch("sh", "-c", "echo out; echo err >&2; exit 7")
     ended = await host.ended(session)
-    assert (ended.life.state, ended.life.reason) == (SessionState.EXITED, Reason.EXIT_CODE)
+    assert (ended.life.state, ended.life.reason) == (S.EXITED, Reason.EXIT_CODE)
     assert ended.life.exit is not None
     assert ended.life.exit.code == 7
     assert host.log(session) == b"out\n"
     assert host.log(session, "stderr") == b"err\n"
+    await nothing_left(host, session)
+
+
+async def test_every_step_is_on_disk_in_order(host: Host) -> None:
+    session = await host.launch("true")
+    await host.ended(session)
+    events = journal.read(host.root / "sessions" / session / "events.jsonl")
+    assert [str(stored.event.__struct_config__.tag) for stored in events] == [
+        "launch_requested",
+        "launch_started",
+        "container_created",
+        "runner_connected",
+        "command_sent",
+        "command_completed",
+        *(["runner_disconnected"] if len(events) == 9 else []),
+        "container_exited",
+        "ended",
+    ]
+    assert [stored.number for stored in events] == list(range(1, len(events) + 1))
+
+
+async def test_the_grant_is_in_force_before_the_start_and_gone_before_the_end_is_told(host: Host) -> None:
+    host.engine.hold["start"] = asyncio.Event()
+    session = await host.launch("true")
+    await until(lambda: "start" in host.engine.calls, "the start")
+    grant = host.gateway.grants[session]
+    assert grant.address == "10.231.0.16"
+    container = next(iter(host.engine.containers.values()))
+    assert container.environment["OPIFICIA_RUNNER_TOKEN"] not in str(host.manager.record(session).__dict__)
+    host.engine.hold["start"].set()
+    await host.ended(session)
     await host.cleaned(session)
+    assert ("revoke", session) in host.gateway.log
+
+
+async def test_no_token_is_kept_anywhere(host: Host) -> None:
+    host.engine.hold["stop"] = asyncio.Event()
+    session = await host.launch("sleep", "1000")
+    await host.state(session, S.RUNNING)
+    token = next(iter(host.engine.containers.values())).environment["OPIFICIA_RUNNER_TOKEN"]
+    await host.manager.stop(session)
+    host.engine.hold["stop"].set()
+    await host.ended(session)
+    await host.stop()
+    for path in host.root.rglob("*"):
+        if path.is_file():
+            assert token.encode() not in path.read_bytes(), path
+
+
+async def test_a_stop_ends_a_session_with_grace(host: Host) -> None:
+    session = await host.launch("sh", "-c", "trap 'echo bye; exit 9' TERM; echo up; while :; do sleep 0.05; done")
+    await host.state(session, S.RUNNING)
+    await until(lambda: host.log(session) == b"up\n", "its output")
+    await host.manager.stop(session)
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.STOPPED, Reason.STOPPED_BY_USER)
+    assert host.log(session) == b"up\nbye\n"
+    await nothing_left(host, session)
+
+
+async def test_stopping_twice_or_after_the_end_is_harmless(host: Host) -> None:
+    session = await host.launch("sleep", "1000")
+    await host.state(session, S.RUNNING)
+    await asyncio.gather(host.manager.stop(session), host.manager.stop(session, 0))
+    await host.ended(session)
+    await host.cleaned(session)
+    assert (await host.manager.stop(session)).life.state is S.STOPPED
+    with pytest.raises(NoSuchSessionError):
+        await host.manager.stop("unknown")
+
+
+async def test_a_sandbox_that_never_says_hello_is_ended_at_the_deadline(stopped_host: Host) -> None:
+    stopped_host.settings["limits"]["hello_timeout_ms"] = 300
+    stopped_host.engine.images["silent"] = ["sh", "-c", "echo here; exec sleep 1000"]
+    await stopped_host.start()
+    session = await stopped_host.launch("true", image="silent")
+    ended = await stopped_host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.HELLO_TIMEOUT)
+    assert stopped_host.log(session) == b"here\n"
+    await nothing_left(stopped_host, session)
+
+
+async def test_the_time_limit_ends_a_session(host: Host) -> None:
+    session = await host.launch("sleep", "1000", time_limit_ms=1500)
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.TIME_LIMIT)
+    await nothing_left(host, session)
+
+
+async def test_four_ends_have_four_reasons(host: Host) -> None:
+    async def end(act: Any, *command: str) -> Reason | None:
+        before = set(host.engine.containers)
+        session = await host.launch(*(command or ("sleep", "1000")))
+        await host.state(session, S.RUNNING)
+        (container,) = set(host.engine.containers) - before
+        await act(session, container)
+        ended = await host.ended(session)
+        await nothing_left(host, session)
+        return ended.life.reason
+
+    async def out_of_memory(_session: str, container: str) -> None:
+        host.engine.containers[container].oom = True
+        host.engine.signal(container, signal.SIGKILL)
+
+    async def kill(_session: str, container: str) -> None:
+        host.engine.signal(container, signal.SIGKILL)
+
+    async def docker_stop(_session: str, container: str) -> None:
+        host.engine.signal(container, signal.SIGTERM)
+
+    async def our_stop(session: str, _container: str) -> None:
+        await host.manager.stop(session, 0)
+
+    async def vanish(_session: str, container: str) -> None:
+        await host.engine.vanish(container)
+
+    assert await end(out_of_memory) is Reason.OOM_KILLED
+    assert await end(kill) is Reason.KILLED_OUTSIDE
+    assert await end(docker_stop) is Reason.STOPPED_OUTSIDE
+    assert await end(our_stop) is Reason.STOPPED_BY_USER
+    assert await end(vanish) is Reason.CONTAINER_VANISHED
+
+
+async def test_a_command_that_kills_itself_has_not_been_killed(host: Host) -> None:
+    session = await host.launch("sh", "-c", "kill -9 $$")
+    ended = await host.ended(session)
+    assert (ended.life.reason, ended.life.exit and ended.life.exit.code) == (Reason.EXIT_CODE, 137)
+
+
+async def test_a_runner_that_stays_away_ends_the_session(stopped_host: Host) -> None:
+    stopped_host.settings["limits"]["runner_reconnect_ms"] = 200
+    await stopped_host.start()
+    session = await stopped_host.launch("sleep", "1000")
+    await stopped_host.state(session, S.RUNNING)
+    container = next(iter(stopped_host.engine.containers.values()))
+    assert container.process is not None
+    os.kill(container.process.pid, signal.SIGSTOP)
+    stopped_host.gateway.cut_runners()
+    await until(lambda: "stop" in stopped_host.engine.calls, "the stop")
+    os.kill(container.process.pid, signal.SIGCONT)
+    assert (await stopped_host.ended(session)).life.reason is Reason.RUNNER_LOST
+
+
+async def test_a_runner_that_will_not_end_is_ended(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "SHUTDOWN_GRACE_S", 0.1)
+    # Says hello and that the command has ended, and stays.
+    script = (
+        "import json,os,sys; sys.path.insert(0, os.environ['LIB']); from control.runner.client import WebSocket;"
+        "w = WebSocket(os.environ['OPIFICIA_RUNNER_URL'], os.environ['OPIFICIA_RUNNER_TOKEN']);"
+        "w.send(json.dumps({'type':'hello','version':1,'instance':'i'}));"
+        "[w.send(json.dumps({'type':'completed','seq':1,'run':'main','exit_code':0}))"
+        " for _ in iter(int, 1) if json.loads(w.receive())['type'] == 'run']"
+    )
+    host.engine.images["stuck"] = ["python3", "-c", script]
+    session = await host.launch("true", image="stuck", env={"LIB": os.getcwd()})
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.SHUTDOWN_TIMEOUT)
+    await nothing_left(host, session)
+
+
+# Launches that fail.
+
+
+async def refused(host: Host, **fields: Any) -> tuple[Reason | None, str]:
+    session = await host.launch("true", **fields)
+    ended = await host.ended(session)
+    assert ended.life.state is S.FAILED
+    await nothing_left(host, session)
+    return ended.life.reason, ended.life.message
+
+
+async def test_a_missing_image_is_told_at_once(host: Host) -> None:
+    reason, message = await refused(host, image="missing")
+    assert reason is Reason.IMAGE_MISSING
+    assert "opificia images" in message
+
+
+async def test_an_image_that_can_run_no_runner_is_refused(host: Host) -> None:
+    host.engine.images["without-python"] = []
+    assert (await refused(host, image="without-python"))[0] is Reason.IMAGE_UNUSABLE
+
+
+async def test_nothing_starts_on_a_host_that_is_not_ready(stopped_host: Host) -> None:
+    stopped_host.host_problems = ["the firewall's chain is missing. Run `opificia host prepare`."]
+    await stopped_host.start()
+    assert await refused(stopped_host) == (Reason.HOST_NOT_READY, stopped_host.host_problems[0])
+
+
+async def test_a_grant_that_the_gateway_refuses_ends_the_launch(host: Host) -> None:
+    host.gateway.refuse["*"] = ("allow: 'x:y' is not a rule",)
+    assert await refused(host) == (Reason.GRANT_REFUSED, "allow: 'x:y' is not a rule")
+
+
+async def test_without_the_gateway_nothing_starts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "GRANT_TIMEOUT_S", 0.2)
+    await host.gateway.stop()
+    session = await host.launch("true")
+    ended = await host.ended(session)
+    assert ended.life.reason is Reason.GATEWAY_UNAVAILABLE
+    # Its address is held until the gateway has confirmed that nobody has it.
+    assert host.manager.addresses_held == 1
+    await host.gateway.start()
+    await nothing_left(host, session)
+
+
+@pytest.mark.parametrize("call", ["image", "create_out_volume", "create", "start"])
+async def test_an_engine_that_fails_is_told(host: Host, call: str) -> None:
+    host.engine.fail[call] = EngineError("the engine is out of sorts", "mend it")
+    reason, message = await refused(host)
+    assert (reason, message) == (Reason.ENGINE_ERROR, "the engine is out of sorts mend it")
+
+
+@pytest.mark.parametrize("call", ["remove", "remove_out_volume"])
+async def test_what_cannot_be_removed_is_tried_again(host: Host, call: str) -> None:
+    host.engine.fail[call] = EngineUnavailableError("the engine is away")
+    session = await host.launch("true")
+    await host.ended(session)
+    await nothing_left(host, session)
+
+
+async def test_a_stop_that_fails_is_tried_again(host: Host) -> None:
+    session = await host.launch("sleep", "1000")
+    await host.state(session, S.RUNNING)
+    host.engine.fail["stop"] = EngineUnavailableError("the engine is away")
+    await host.manager.stop(session)
+    assert (await host.ended(session)).life.state is S.STOPPED
+    await nothing_left(host, session)
+
+
+async def test_results_that_cannot_be_kept_are_told(host: Host) -> None:
+    host.engine.fail["archive_out"] = EngineError("the disk is full")
+    session = await host.launch("true")
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.message) == (S.EXITED, "the results could not be kept: the disk is full")
+
+
+# Stops at every step.
+
+
+@pytest.mark.parametrize("call", ["image", "create_out_volume", "create", "start"])
+async def test_a_stop_during_the_launch_leaves_nothing(host: Host, call: str) -> None:
+    held = host.engine.hold[call] = asyncio.Event()
+    session = await host.launch("sleep", "1000")
+    await until(lambda: call in host.engine.calls, call)
+    await host.manager.stop(session, 500)
+    held.set()
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.STOPPED, Reason.STOPPED_BY_USER)
+    await nothing_left(host, session)
+
+
+async def test_a_stop_while_the_grant_is_on_its_way_leaves_nothing(host: Host) -> None:
+    host.gateway.answering.clear()
+    session = await host.launch("sleep", "1000")
+    await until(lambda: "image" in host.engine.calls, "the launch")
+    await host.manager.stop(session)
+    host.gateway.answering.set()
+    assert (await host.ended(session)).life.state is S.STOPPED
+    await nothing_left(host, session)
+
+
+async def test_a_stop_before_the_launch_or_in_the_queue_ends_it_at_once(stopped_host: Host) -> None:
+    stopped_host.settings["limits"]["max_running"] = 1
+    host = stopped_host
+    await host.start()
+    running = await host.launch("sleep", "1000")
+    await host.state(running, S.RUNNING)
+    waiting = await host.launch("true")
+    assert host.manager.admission.position(waiting) == 1
+    assert (await host.manager.stop(waiting)).life.state is S.STOPPED
+    assert host.manager.admission.position(waiting) is None
+    await host.cleaned(waiting)
+    await host.manager.stop(running, 0)
+    await host.ended(running)
+
+
+# The queue.
+
+
+async def test_twelve_at_once_with_room_for_three_all_run_in_order(stopped_host: Host) -> None:
+    host = stopped_host
+    host.settings["limits"]["max_running"] = 3
+    await host.start()
+    held = host.engine.hold["image"] = asyncio.Event()
+    sessions = [await host.launch("true") for _ in range(12)]
+    held.set()
+    assert [host.manager.admission.position(each) for each in sessions][3:] == list(range(1, 10))
+    for session in sessions:
+        assert (await host.ended(session)).life.state is S.EXITED
+        await host.cleaned(session)
+    launched = [await host.manager.get(session) for session in sessions]
+    times = [each.life.launched_at or 0 for each in launched]
+    assert times == sorted(times)
+    assert host.manager.admission.admitted == 0
     assert not host.engine.containers
     assert not host.engine.volumes
-    assert not host.gateway.grants
+
+
+async def test_without_a_free_address_the_next_waits(stopped_host: Host) -> None:
+    host = stopped_host
+    # A /27 has fifteen.
+    host.settings["network"] = {"subnet": "10.231.0.0/27"}
+    host.settings["sandbox"] = {"memory_bytes": 64 << 20, "work_bytes": 1 << 20, "tmp_bytes": 1 << 20, "home_bytes": 1 << 20}
+    host.settings["admission"] = {"cpus": 100.0}
+    host.engine.images["idle"] = ["sleep", "1000"]
+    await host.start()
+    sessions = [await host.launch("true", image="idle") for _ in range(17)]
+    await until(lambda: len(host.engine.containers) == 15, "fifteen containers")
+    assert host.manager.admission.positions() == {sessions[15]: 1, sessions[16]: 2}
+    addresses = {grant.address for grant in host.gateway.grants.values()}
+    assert len(addresses) == 15
+    await host.manager.stop(sessions[3], 0)
+    await until(lambda: host.manager.admission.position(sessions[16]) == 1, "the next")
+    await asyncio.gather(*(host.manager.stop(session, 0) for session in sessions))
+    for session in sessions:
+        await host.ended(session)
+
+
+# Commands in a running session.
+
+
+async def test_commands_run_beside_the_sessions_own(host: Host) -> None:
+    session = await host.launch()
+    await host.state(session, S.CONNECTED)
+    handle = await host.manager.run_command(session, Run(run="r1", argv=("sh", "-c", "exit 3"), cwd="/tmp"))
+    assert (await asyncio.wait_for(handle.completed, 10)).exit_code == 3
+    assert (await host.manager.get(session)).life.state is S.RUNNING
+    await host.manager.stop(session, 0)
+    assert (await host.ended(session)).life.state is S.STOPPED
+    with pytest.raises(WrongStateError):
+        await host.manager.run_command(session, Run(run="r2", argv=("true",)))
+
+
+async def test_a_command_needs_a_connected_runner(host: Host) -> None:
+    host.engine.hold["start"] = asyncio.Event()
+    session = await host.launch()
+    await until(lambda: "start" in host.engine.calls, "the start")
+    with pytest.raises(NotAllowedError):
+        await host.manager.run_command(session, Run(run="r1", argv=("true",)))
+    host.engine.hold["start"].set()
+    await host.state(session, S.CONNECTED)
+    await host.manager.stop(session, 0)
+    await host.ended(session)
+
+
+async def test_the_follower_of_a_command_is_told_that_the_session_is_over(host: Host) -> None:
+    session = await host.launch()
+    await host.state(session, S.CONNECTED)
+    handle = await host.manager.run_command(session, Run(run="r1", argv=("sleep", "1000"), cwd="/tmp"))
+    await host.manager.stop(session, 0)
+    with pytest.raises(Exception, match="over"):
+        while not isinstance(await handle.next(), Completed):
+            pass
+    await host.ended(session)
+
+
+# The gateway goes and comes.
+
+
+async def test_a_gateway_that_restarts_gets_all_grants_and_sessions_go_on(host: Host) -> None:
+    session = await host.launch("sh", "-c", "read x < /dev/zero & sleep 1000")
+    await host.state(session, S.RUNNING)
+    await host.gateway.report(session, Usage(egress_bytes_up=100))
+    await until(lambda: host.manager.used(session).egress_bytes_up == 100, "the report")
+    await host.gateway.stop()
+    await host.gateway.start()
+    await until(lambda: session in host.gateway.grants, "the snapshot")
+    # What was used in the old epoch comes with the grant.
+    assert host.gateway.grants[session].used == Usage(egress_bytes_up=100)
+    await host.gateway.report(session, Usage(egress_bytes_up=5))
+    await until(lambda: host.manager.used(session).egress_bytes_up == 105, "the report")
+    record = host.manager.record(session)
+    assert record is not None
+    await until(lambda: record.life.connected, "the runner's return")
+    await host.manager.stop(session, 0)
+    await host.ended(session)
+    await host.cleaned(session)
+    assert (await host.manager.store.usage_of([session]))[session].popitem()[1]
+
+
+# Control goes and comes.
+
+
+async def test_a_live_session_is_kept_across_a_restart_of_control(host: Host) -> None:
+    session = await host.launch("sh", "-c", "echo one; while [ ! -e /tmp/go-$OPIFICIA_SESSION_ID ]; do sleep 0.05; done; echo two; exit 6")
+    await host.state(session, S.RUNNING)
+    await until(lambda: host.log(session) == b"one\n", "its output")
+    await host.stop()
+    assert len(host.engine.containers) == 1
+    await host.start()
+    assert (await host.manager.get(session)).life.state is S.RUNNING
+    go = f"/tmp/go-{session}"
+    with open(go, "w"):
+        pass
+    try:
+        ended = await host.ended(session)
+    finally:
+        os.unlink(go)
+    assert (ended.life.state, ended.life.reason) == (S.EXITED, Reason.EXIT_CODE)
+    assert ended.life.exit is not None
+    assert ended.life.exit.code == 6
+    assert host.log(session) == b"one\ntwo\n"
+    await nothing_left(host, session)
+
+
+async def test_a_session_that_ended_while_control_was_away_is_told_truly(host: Host) -> None:
+    session = await host.launch("sh", "-c", "sleep 0.5; echo late; exit 6")
+    await host.state(session, S.RUNNING)
+    container = next(iter(host.engine.containers.values()))
+    await host.stop()
+    # Nobody is there to say shutdown: the engine ends it.
+    host.engine.signal(container.id, signal.SIGKILL)
+    await container.ended.wait()
+    await host.start()
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.KILLED_OUTSIDE)
+    await nothing_left(host, session)
+
+
+async def test_a_container_removed_while_control_was_away_has_vanished(host: Host) -> None:
+    session = await host.launch("sleep", "1000")
+    await host.state(session, S.RUNNING)
+    await host.stop()
+    await host.engine.vanish(next(iter(host.engine.containers)))
+    await host.start()
+    assert (await host.ended(session)).life.reason is Reason.CONTAINER_VANISHED
+    await nothing_left(host, session)
+
+
+async def test_a_launch_cut_by_a_restart_has_failed_as_an_orphan(host: Host) -> None:
+    held = host.engine.hold["start"] = asyncio.Event()
+    session = await host.launch("true")
+    await until(lambda: "start" in host.engine.calls, "the start")
+    stopping = asyncio.create_task(host.stop())
+    host.engine.hold.clear()
+    host.engine.fail["start"] = EngineError("the daemon died before")
+    held.set()
+    await stopping
+    await host.start()
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.ORPHANED)
+    await nothing_left(host, session)
+
+
+async def test_waiting_sessions_wait_again_after_a_restart(stopped_host: Host) -> None:
+    host = stopped_host
+    host.settings["limits"]["max_running"] = 1
+    await host.start()
+    first = await host.launch("sleep", "1000")
+    await host.state(first, S.RUNNING)
+    others = [await host.launch("true") for _ in range(3)]
+    await host.stop()
+    await host.start()
+    assert host.manager.admission.positions() == {each: place for place, each in enumerate(others, 1)}
+    await host.manager.stop(first, 0)
+    for session in others:
+        assert (await host.ended(session)).life.state is S.EXITED
+
+
+async def test_an_ended_session_whose_clean_up_was_cut_is_cleaned_up(host: Host) -> None:
+    held = host.engine.hold["remove"] = asyncio.Event()
+    session = await host.launch("true")
+    await host.ended(session)
+    await until(lambda: "remove" in host.engine.calls, "the removal")
+    await host.stop()
+    host.engine.hold.clear()
+    held.set()
+    await host.start()
+    await nothing_left(host, session)
+
+
+async def test_a_stop_asked_for_just_before_the_crash_is_carried_out(host: Host) -> None:
+    session = await host.launch("sleep", "1000")
+    await host.state(session, S.RUNNING)
+    await host.stop()
+    # What a daemon writes before it acts on a stop.
+    path = host.root / "sessions" / session / "events.jsonl"
+    last = journal.read(path)[-1].number
+    journal.append(path, [StoredEvent(last + 1, 1, EndRequested(Reason.STOPPED_BY_USER))])
+    await host.start()
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.STOPPED, Reason.STOPPED_BY_USER)
+    await nothing_left(host, session)
+
