@@ -20,6 +20,7 @@ from docker import APIClient
 from docker.constants import DEFAULT_DOCKER_API_VERSION
 
 from control.docker.stream import Stream, unreachable
+from control.docker.transport import EngineAdapter
 from control.docker.types import EngineError, EngineUnavailableError, NotFoundError
 
 T = TypeVar("T")
@@ -161,7 +162,9 @@ class Engine:
         if client is None:
             # Left to itself docker-py would ask for the version here, and leak its socket when that fails.
             self._version = self._version or self._negotiate()
-            client = APIClient(f"unix://{self._socket_path}", version=self._version, timeout=math.ceil(self._timeout_s))
+            seconds = math.ceil(self._timeout_s)
+            client = APIClient(f"unix://{self._socket_path}", version=self._version, timeout=seconds)
+            client.mount("http+docker://", EngineAdapter(self._socket_path, seconds))
             self._local.client = client
             self._clients.append(client)
         return client

@@ -123,7 +123,8 @@ class DockerService:
         finally:
             # Whoever waits to start it must not wait for a follower that failed.
             follower.attached.set()
-            del self._followers[container]
+            if self._followers.get(container) is follower:
+                del self._followers[container]
 
     async def wait(self, container: str) -> ContainerExit:
         """Return how the container ended, when it has. Outlasts restarts of the engine.

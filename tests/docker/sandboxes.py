@@ -2,6 +2,7 @@
 
 import asyncio
 import itertools
+import secrets
 from dataclasses import dataclass, replace
 from ipaddress import IPv4Address
 from pathlib import Path
@@ -26,6 +27,7 @@ SMALL: Final = SandboxSettings(
     memory_bytes=256 * MIB, pids=64, work_bytes=64 * MIB, tmp_bytes=16 * MIB, home_bytes=16 * MIB
 )
 
+_RUN: Final = secrets.token_hex(4)
 _numbers = itertools.count(1)
 
 
@@ -136,7 +138,8 @@ class Sandboxes:
     ) -> tuple[ContainerPlan, SandboxPlan]:
         """Plan a sandbox whose first process is bash with `command`; `change` replaces lines of HostConfig."""
         number = next(_numbers)
-        session = f"s{number}"
+        # Loop devices belong to the machine, so names differ from run to run.
+        session = f"{_RUN}-{number}"
         image = await self._service.image("opificia-sandbox:latest")
         assert image is not None
         extra = fields.pop("environment", {})

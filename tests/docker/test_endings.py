@@ -86,7 +86,7 @@ async def test_a_container_that_cannot_be_started_says_why(sandboxes: Sandboxes,
 
 
 async def test_an_unknown_runtime_is_refused_with_the_remedy(sandboxes: Sandboxes) -> None:
-    with pytest.raises(EngineError, match="daemon.json"):
+    with pytest.raises(EngineError, match=r"daemon\.json"):
         await sandboxes.create("true", runtime="no-such-runtime")
 
 

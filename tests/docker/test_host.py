@@ -176,7 +176,7 @@ async def test_a_subnet_with_a_route_of_the_host_is_refused_before_anything_is_m
         assert await process.wait() == 0
 
     other = replace(plan, network=NetworkSettings(name="other", bridge="other0", subnet="10.99.0.0/16"))
-    await host("ip", "link", "add", "taken0", "type", "dummy")
+    await host("ip", "link", "add", "taken0", "type", "bridge")
     try:
         await host("ip", "link", "set", "taken0", "up")
         await host("ip", "route", "add", "10.99.7.0/24", "dev", "taken0")

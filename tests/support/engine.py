@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import shutil
+import socket
 import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -256,8 +257,10 @@ level = "error"
             raise EngineUnavailableError(f"{error}\n{self.log_tail()}") from error
 
     def _answers(self) -> bool:
-        if not self.socket.exists():
-            return False
+        # docker-py leaves the socket of a refused connection open, which tests take for an error.
+        with socket.socket(socket.AF_UNIX) as probe:
+            if probe.connect_ex(str(self.socket)) != 0:
+                return False
         try:
             with contextlib.closing(self.client()) as client:
                 return bool(client.ping())
@@ -281,8 +284,12 @@ level = "error"
                     container.remove(force=True, v=True)
             for network in client.networks.list(filters={"type": "custom"}):
                 network.remove()
+            _detach_loop_devices(self._data)
             for volume in client.volumes.list():
-                volume.remove(force=True)
+                # After a restart with live-restore the engine counts a mount too many of a volume, and gives it
+                # up only at its next start.
+                with contextlib.suppress(docker.errors.APIError):
+                    volume.remove(force=True)
 
     def _end_all(self) -> None:
         for process in (self._daemon, self._containerd):
@@ -308,26 +315,23 @@ level = "error"
         return names_folder or f"/{self._cgroup}/" in cgroups(pid)
 
 
-def _detach_loop_devices(volumes: Path) -> None:
-    """Detach loop devices whose backing file lies in `volumes`; else its disk space is never given back.
+def _detach_loop_devices(folder: Path) -> None:
+    """Detach the loop devices of images in the engine's volumes, else their disk space is never given back.
 
-    By inode: the path that the kernel shows is the one inside the container that set the device up.
+    They are found by file: the path that the kernel knows is that of the container which attached them.
     """
-    backing = {(entry.stat().st_dev, entry.stat().st_ino) for entry in volumes.glob("*/_data/*") if entry.is_file()}
-    for device in Path("/sys/block").glob("loop*"):
-        status = subprocess.run(
-            ["losetup", "--noheadings", "--output", "BACK-MAJ:MIN,BACK-INO", f"/dev/{device.name}"],
+    for image in folder.glob("docker/volumes/*/_data/*.ext4"):
+        found = subprocess.run(
+            ["losetup", "--noheadings", "--output", "NAME", "--associated", str(image)],
+            check=True,
             capture_output=True,
             text=True,
-        ).stdout.split()
-        if not status:
-            continue  # nothing is attached
-        major, _, minor = status[0].partition(":")
-        if (os.makedev(int(major), int(minor)), int(status[1])) in backing:
-            subprocess.run(["losetup", "--detach", f"/dev/{device.name}"], check=False)
+        )
+        for device in found.stdout.split():
+            subprocess.run(["losetup", "--detach", device], check=False)
             for link in Path("/dev/opificia").glob("*"):
-                if link.is_symlink() and link.readlink() == Path(f"/dev/{device.name}"):
-                    link.unlink()
+                if link.is_symlink() and str(link.readlink()) == device:
+                    link.unlink(missing_ok=True)
 
 
 def _remove_cgroup(path: Path) -> None:

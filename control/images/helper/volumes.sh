@@ -30,10 +30,13 @@ attach() {
 }
 
 remove() {
-    rm -f "$link"
+    rm -f "$link" "$image.new"
+    [ -e "$image" ] || return 0
     device=$(attached)
+    # Emptied first: should something still hold the device, at least the disk is free.
+    truncate --size 0 "$image"
     [ -z "$device" ] || losetup --detach "$device"
-    rm -f "$image" "$image.new"
+    rm -f "$image"
 }
 
 case $1 in

@@ -34,10 +34,11 @@ PLAN = SandboxPlan(
 
 def body(
     plan: SandboxPlan = PLAN,
-    settings: SandboxSettings = SandboxSettings(),
-    limits: ControlLimits = ControlLimits(),
+    settings: SandboxSettings | None = None,
 ) -> dict[str, Any]:
-    planned = sandbox_container(plan, settings, NetworkSettings(), limits, "h1", '{"profile":1}')
+    planned = sandbox_container(
+        plan, settings or SandboxSettings(), NetworkSettings(), ControlLimits(), "h1", '{"profile":1}'
+    )
     assert planned.name == "opificia-s1"
     # It must be JSON as it stands.
     return msgspec.json.decode(msgspec.json.encode(planned.body))

@@ -30,7 +30,7 @@ def pieces(data: bytes, size: int) -> Iterator[bytes]:
 def test_outputs_come_apart_however_the_stream_is_cut(frames: list[tuple[int, bytes]], size: int) -> None:
     stream = b"".join(frame(kind, data) for kind, data in frames)
     demultiplexer = Demultiplexer()
-    found = {kind: b"" for kind in LogStream}
+    found = dict.fromkeys(LogStream, b"")
     for piece in pieces(stream, size):
         for kind, data in demultiplexer.feed(piece):
             found[kind] += data
