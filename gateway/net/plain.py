@@ -6,6 +6,7 @@ a host may serve the next request to the same host, never one to another.
 """
 
 import asyncio
+import contextlib
 import time
 from typing import Final
 
@@ -344,7 +345,9 @@ class PlainRelay(asyncio.Protocol):
         while client.has_unsent and services.loop.time() < until:
             await self._wait(until)
         if client.is_open and not client.has_unsent:
-            services.lingering.close_with(client.detach(), b"")
+            # Without a descriptor to spare it is closed hard instead.
+            with contextlib.suppress(OSError):
+                services.lingering.close_with(client.detach(), b"")
 
     def _on_client_lost(self) -> None:
         self._stop(CloseReason.CLIENT_GONE)

@@ -4,6 +4,7 @@ Client and host are both such an end. Whatever changes at one of them wakes the 
 """
 
 import asyncio
+import contextlib
 import os
 import socket
 import struct
@@ -118,16 +119,17 @@ class Stream(asyncio.BufferedProtocol):
             self._transport.set_write_buffer_limits(high=0)
 
     def abort(self, *, reset: bool = False) -> None:
-        """Close at once. With `reset` the peer is told that what it has is not whole."""
+        """Close at once. With `reset` the peer is told, if possible, that what it has is not whole."""
         if reset and self.is_open:
-            with self._duplicate() as sock:
+            with contextlib.suppress(OSError), self._duplicate() as sock:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET)
         self._transport.abort()
 
     def detach(self) -> socket.socket:
         """Close the transport and return its connection as a raw non-blocking socket. Nothing must be unsent.
 
-        (`transport.write_eof` could half-close as well, but corrupts the heap in uvloop 0.21 to 0.23.)
+        Raises OSError, and closes nothing, when there is no descriptor for it. (`transport.write_eof` could half-close as
+        well, but corrupts the heap in uvloop 0.21 to 0.23.)
         """
         sock = self._duplicate()
         sock.setblocking(False)

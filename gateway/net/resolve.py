@@ -29,6 +29,8 @@ IPAddress = IPv4Address | IPv6Address
 MAX_ADDRESSES: Final = 64
 # How long a failure is believed (RFC 2308 §7.1 allows up to five minutes for a server failure).
 FAILURE_TTL_S: Final = 5.0
+# How long addresses of one family wait for those of the other. RFC 8305 §3 has 50 ms, for people who wait for pages.
+RESOLUTION_DELAY_S: Final = 0.25
 # One try of one server; the deadline of the whole look-up is the caller's.
 TRY_S: Final = 2.0
 
@@ -49,18 +51,24 @@ class ResolveError:
 
 
 Answer = Resolved | ResolveError
+# Addresses of one family and their time to live in seconds.
+Found = tuple[list[IPAddress], float]
 Waiter = Callable[[Answer], None]
 
 
 class _Query:
     """One name being asked for, and who waits."""
 
-    __slots__ = ("name", "session", "task", "waiters")
+    __slots__ = ("asked", "name", "session", "task", "waiters")
 
-    def __init__(self, name: str, session: str) -> None:
+    def __init__(self, name: str, session: str, asked: float) -> None:
         self.name = name
+        # Who pays for it. `asked` is when, in the loop's time.
         self.session = session
-        self.waiters: list[Waiter] = []
+        self.asked = asked
+        # In order; a dictionary, because a session may have a thousand and each may leave.
+        self.waiters: dict[Waiter, None] = {}
+        # None while it waits for its session's turn.
         self.task: asyncio.Task[None] | None = None
 
 
@@ -113,19 +121,24 @@ class Resolver:
         """Ask for `name` on behalf of `session`; `waiter` is called once, later, unless it is forgotten first."""
         query = self._queries.get(name)
         if query is None:
-            query = self._queries[name] = _Query(name, session)
-            if self._running.get(session, 0) < self._queries_per_session:
+            query = self._queries[name] = _Query(name, session, self._loop.time())
+            if self._may_start(session):
                 self._start(query)
             else:
                 # A sandbox that asks for many names at once waits for its own; other sessions are not slowed.
                 self._queued.setdefault(session, deque()).append(query)
-        query.waiters.append(waiter)
+        elif query.task is None and query.session != session and self._may_start(session):
+            # Nor are they when they ask for a name that waits in its queue.
+            self._leave_queue(query)
+            query.session, query.asked = session, self._loop.time()
+            self._start(query)
+        query.waiters[waiter] = None
 
     def forget(self, name: str, waiter: Waiter) -> None:
         """Stop waiting. The query itself goes on: its answer serves the next one who asks."""
         query = self._queries.get(name)
-        if query is not None and waiter in query.waiters:
-            query.waiters.remove(waiter)
+        if query is not None:
+            query.waiters.pop(waiter, None)
 
     async def look_up(self, name: str, session: str) -> Answer:
         """Return the answer for `name`, from the cache or from the network."""
@@ -152,41 +165,63 @@ class Resolver:
         self._queries.clear()
         self._queued.clear()
 
+    def _may_start(self, session: str) -> bool:
+        return self._running.get(session, 0) < self._queries_per_session
+
+    def _leave_queue(self, query: _Query) -> None:
+        waiting = self._queued[query.session]
+        waiting.remove(query)
+        if not waiting:
+            del self._queued[query.session]
+
     def _start(self, query: _Query) -> None:
         self._running[query.session] = self._running.get(query.session, 0) + 1
         query.task = self._loop.create_task(self._run(query))
 
     async def _run(self, query: _Query) -> None:
+        try:
+            # The queue of its session took all its time: those who wait have waited long enough. Nobody else should.
+            if self._loop.time() - query.asked > self._timeout_s:
+                answer: Answer = _late(query.name)
+            else:
+                answer = await self._ask_in_time(query.name)
+            # One by one: what a waiter does with the answer may make others leave.
+            while query.waiters:
+                waiter = next(iter(query.waiters))
+                del query.waiters[waiter]
+                waiter(answer)
+        finally:
+            self._finished(query)
+
+    async def _ask_in_time(self, name: str) -> Answer:
+        """Return the answer, whatever happens, and remember it."""
         started = self._loop.time()
-        answer: Answer = ResolveError(DenyReason.RESOLVE_FAILED, f"the name {query.name} could not be resolved")
         ttl = FAILURE_TTL_S
         try:
             async with asyncio.timeout(self._timeout_s):
-                answer, ttl = await self._ask(query.name)
+                answer, ttl = await self._ask(name)
         except TimeoutError:
-            answer = ResolveError(DenyReason.RESOLVE_TIMEOUT, f"the name {query.name} was not resolved in time")
+            answer = _late(name)
         except (dns.exception.DNSException, OSError, ValueError) as error:
             # Whatever a resolver answers, it is a failure of this name and of nothing else.
-            log.debug("resolving %s failed: %s", query.name, type(error).__name__)
-        finally:
-            self._finished(query)
+            log.debug("resolving %s failed: %s", name, type(error).__name__)
+            answer = ResolveError(DenyReason.RESOLVE_FAILED, f"the name {name} could not be resolved")
         self._observe(self._loop.time() - started)
-        self._remember(query.name, answer, ttl)
-        for waiter in query.waiters:
-            waiter(answer)
+        self._remember(name, answer, ttl)
+        return answer
 
     def _finished(self, query: _Query) -> None:
-        self._queries.pop(query.name, None)
+        if self._queries.get(query.name) is query:
+            del self._queries[query.name]
         running = self._running[query.session] - 1
-        waiting = self._queued.get(query.session)
         if running:
             self._running[query.session] = running
         else:
             del self._running[query.session]
+        waiting = self._queued.get(query.session)
         if waiting:
-            following = waiting.popleft()
-            if not waiting:
-                del self._queued[query.session]
+            following = waiting[0]
+            self._leave_queue(following)
             self._start(following)
 
     def _remember(self, name: str, answer: Answer, ttl: float) -> None:
@@ -198,16 +233,7 @@ class Resolver:
 
     async def _ask(self, name: str) -> tuple[Answer, float]:
         """Return the answer and its time to live in seconds."""
-        resolver = self._host_resolver()
-        absolute = dns.name.from_text(name)
-        four, six = await asyncio.gather(
-            _ask_one(resolver, absolute, dns.rdatatype.A),
-            _ask_one(resolver, absolute, dns.rdatatype.AAAA),
-            return_exceptions=True,
-        )
-        for result in (four, six):
-            if isinstance(result, BaseException) and not isinstance(result, Exception):
-                raise result
+        four, six = await self._ask_both(dns.name.from_text(name))
         # One family may be missing. Where it failed instead (a timeout, SERVFAIL) the other one still serves: only
         # addresses that were answered are judged and dialled, so nothing unjudged can be reached.
         answers = [result for result in (six, four) if isinstance(result, tuple)]
@@ -221,10 +247,28 @@ class Resolver:
         if any(isinstance(error, dns.resolver.NXDOMAIN) for error in errors):
             return ResolveError(DenyReason.NAME_NOT_FOUND, f"there is no name {name}"), ttl
         if any(isinstance(error, dns.exception.Timeout) for error in errors):
-            return ResolveError(DenyReason.RESOLVE_TIMEOUT, f"the name {name} was not resolved in time"), FAILURE_TTL_S
+            return _late(name), FAILURE_TTL_S
         if errors:
             return ResolveError(DenyReason.RESOLVE_FAILED, f"the name {name} could not be resolved"), FAILURE_TTL_S
         return ResolveError(DenyReason.NAME_NOT_FOUND, f"the name {name} has no address"), ttl
+
+    async def _ask_both(self, name: dns.name.Name) -> list[Found | Exception]:
+        """Ask for IPv4 and IPv6 addresses at once, and return what came of each."""
+        resolver = self._host_resolver()
+        tasks = [
+            self._loop.create_task(_ask_one(resolver, name, kind)) for kind in (dns.rdatatype.A, dns.rdatatype.AAAA)
+        ]
+        try:
+            first, second = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+            found = any(task.exception() is None and task.result()[0] for task in first)
+            # There are servers that never answer for one of the families; who has addresses does not wait for them.
+            if second:
+                await asyncio.wait(second, timeout=RESOLUTION_DELAY_S if found else None)
+        finally:
+            for task in tasks:
+                task.cancel()
+            results = await asyncio.gather(*tasks, return_exceptions=True)
+        return [result if isinstance(result, tuple | Exception) else TimeoutError() for result in results]
 
     def _host_resolver(self) -> dns.asyncresolver.Resolver:
         if self._resolver is None:
@@ -239,9 +283,11 @@ class Resolver:
         return self._resolver
 
 
-async def _ask_one(
-    resolver: dns.asyncresolver.Resolver, name: dns.name.Name, kind: dns.rdatatype.RdataType
-) -> tuple[list[IPAddress], float]:
+def _late(name: str) -> ResolveError:
+    return ResolveError(DenyReason.RESOLVE_TIMEOUT, f"the name {name} was not resolved in time")
+
+
+async def _ask_one(resolver: dns.asyncresolver.Resolver, name: dns.name.Name, kind: dns.rdatatype.RdataType) -> Found:
     answer = await resolver.resolve(name, kind, raise_on_no_answer=False, search=False)
     if answer.rrset is None:
         return [], min(float(answer.chaining_result.minimum_ttl), 60.0)

@@ -3,15 +3,35 @@
 What a sandbox may say is tested twice: at the port itself, and from a container through bridge, firewall, forwarder and door.
 """
 
-from collections.abc import Iterator
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
+import uvloop
 
 from tests.support.engine import PrivateEngine
 from tests.support.forwarded import Forwarded
 from tests.support.gateway_process import GatewayProcess, doors, gateway_process
 
-TWICE = {"test_connect_requests", "test_connect_addresses", "test_model", "test_tunnel", "test_plain", "test_plain_bodies"}
+TWICE = {
+    "test_connect_requests",
+    "test_connect_addresses",
+    "test_model",
+    "test_tunnel",
+    "test_plain",
+    "test_plain_bodies",
+}
+
+# These run the gateway's own code, so they run it on the gateway's own loop.
+INSIDE = {"test_dial", "test_resolve"}
+
+
+def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Choose the loop of each module."""
+    if item.path.stem in INSIDE:
+        return {"uvloop": uvloop.new_event_loop}
+    return {"asyncio": asyncio.new_event_loop}
 
 
 @pytest.fixture(scope="session")
@@ -41,7 +61,7 @@ def way(request: pytest.FixtureRequest) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def gateway(way: str) -> Iterator[GatewayProcess]:
     """Run one gateway with a session of each kind for a module of tests."""
-    sessions = [
+    sessions: list[dict[str, Any]] = [
         {"id": "s1"},
         {"id": "second"},
         {
