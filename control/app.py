@@ -246,7 +246,8 @@ async def _site(app: web.Application, address: str, shutdown_s: float) -> AsyncI
         listening = listen(parse_address(address))
     except ListenError as error:
         raise StartError(str(error)) from error
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s)
+    # A stream whose reader has gone would otherwise wait for the session's next word.
+    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=True)
     await runner.setup()
     try:
         await web.SockSite(runner, listening).start()

@@ -1,8 +1,10 @@
 """Handlers of the API that create, show and end sessions."""
 
+import asyncio
 import secrets
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Final, TypeVar
+from typing import Any, Final, TypeVar
 
 import msgspec
 from aiohttp import web
@@ -60,6 +62,20 @@ class SessionHandlers:
 
     def __init__(self, manager: SessionManager) -> None:
         self._manager = manager
+        self._tasks: set[asyncio.Task[StoredSession]] = set()
+
+    async def _whole(self, work: Coroutine[Any, Any, StoredSession]) -> StoredSession:
+        """Do `work` to its end, also when the caller goes away and the handler is cancelled."""
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._forget)
+        return await asyncio.shield(task)
+
+    def _forget(self, task: asyncio.Task[StoredSession]) -> None:
+        self._tasks.discard(task)
+        if not task.cancelled():
+            # Told to the caller, if there still is one.
+            task.exception()
 
     def view(self, stored: StoredSession) -> SessionView:
         """Return a session as the API shows it."""
@@ -76,7 +92,7 @@ class SessionHandlers:
         if len(key) > 255:
             raise ProblemError(422, "invalid_key", "an Idempotency-Key has at most 255 characters")
         spec = await read_body(request, SandboxSpec)
-        stored = await self._manager.create(spec, key, request_digest(await request.read()))
+        stored = await self._whole(self._manager.create(spec, key, request_digest(await request.read())))
         return json_response(self.view(stored), 201)
 
     async def put_input(self, request: web.Request) -> web.Response:
@@ -103,12 +119,13 @@ class SessionHandlers:
 
     async def launch(self, request: web.Request) -> web.Response:
         """POST /v1/sessions/{session}/launch"""
-        return json_response(self.view(await self._manager.launch(session_id(request))), 202)
+        return json_response(self.view(await self._whole(self._manager.launch(session_id(request)))), 202)
 
     async def stop(self, request: web.Request) -> web.Response:
         """POST /v1/sessions/{session}/stop"""
         wanted = await read_body(request, StopRequest)
-        return json_response(self.view(await self._manager.stop(session_id(request), wanted.grace_ms)), 202)
+        stopping = self._manager.stop(session_id(request), wanted.grace_ms)
+        return json_response(self.view(await self._whole(stopping)), 202)
 
     async def get(self, request: web.Request) -> web.Response:
         """GET /v1/sessions/{session}"""

@@ -53,7 +53,8 @@ class Host:
         lines = [
             f'store.url = "{self.store_url}"',
             f'paths = {{ data = "{root}", egress_logs = "{root}/egress", door = "{root}/door" }}',
-            f'listen = {{ api = "unix:{root}/api.sock", runner = "unix:{root}/runner.sock" }}',
+            f"listen.api = \"unix:{root}/api.sock\"",
+            f"listen.runner = \"unix:{root}/runner.sock\"",
             f'gateway.contract = "unix:{root}/gateway.sock"',
         ]
         for section, values in self.settings.items():
