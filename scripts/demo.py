@@ -318,7 +318,7 @@ def nothing_left(engine: PrivateEngine, host: PrivateHost) -> str:
     left = [command_line(pid) for pid in engine.processes()]
     left += [line for pid in all_pids() if str(host.root) in (line := command_line(pid))]
     require(not left, "\n".join(["these processes:", *left]))
-    require(not host.root.exists(), f"the folder {host.root}")
+    require(not engine.scratch.exists(), f"the folder {engine.scratch}")
     return "no process, container, network namespace or temporary folder"
 
 

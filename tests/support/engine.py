@@ -83,6 +83,8 @@ class PrivateEngine:
         self._containerd: subprocess.Popen[bytes] | None = None
         self._daemon: subprocess.Popen[bytes] | None = None
         self._containerd_socket = self._runtime / "containerd.sock"
+        # For whoever uses the engine: emptied whenever the slot is taken or given back.
+        self.scratch: Final = self._data / "scratch"
         self.socket: Final = self._runtime / "docker.sock"
         self.log: Final = self._runtime / "dockerd.log"
 
@@ -195,9 +197,10 @@ class PrivateEngine:
 
     def _start_all(self) -> None:
         self._runtime.mkdir(parents=True)
-        # Users of the socket's group must be able to reach it.
-        _RUNTIME.chmod(0o755)
-        self._runtime.chmod(0o755)
+        self.scratch.mkdir(parents=True)
+        # Users of the socket's group must be able to reach it, whatever the umask was.
+        for folder in (_RUNTIME, self._runtime, ENGINES, self._data, self.scratch):
+            folder.chmod(0o755)
         self._configure()
         with self.log.open("ab") as log:
             self._holder = spawn(
@@ -306,7 +309,8 @@ level = "error"
         _detach_loop_devices(self._data / "docker" / "volumes")
         for hierarchy in (Path("/sys/fs/cgroup"), *Path("/sys/fs/cgroup").glob("*/")):
             _remove_cgroup(hierarchy / self._cgroup)
-        shutil.rmtree(self._runtime, ignore_errors=True)
+        for folder in (self._runtime, self.scratch):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _is_ours(self, pid: int) -> bool:
         # The folder's name ends in a slash or the argument's end, so that slot 1 is not taken for slot 10.

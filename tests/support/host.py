@@ -1,4 +1,4 @@
-"""A whole sandbox host of its own: folders, users, engine, both daemons, as in production but under one temporary folder.
+"""A whole sandbox host of its own: folders, users, engine, both daemons, as in production but under one folder.
 
 The engine lives in namespaces of its own (`engine.py`); the daemons run outside them as unprivileged users, from a copy
 of the code that every user can read (a checkout may lie under /root), and reach sandboxes only through the door.
@@ -47,7 +47,7 @@ def stand_in_model() -> Iterator[Model]:
     with tempfile.TemporaryFile() as output:
         # The key is an argument: it is worth nothing, and only this machine's users could read it there.
         argv = [sys.executable, "-m", "tests.support.provider", "--listen", "127.0.0.1:0", "--key", key]
-        process = spawn(argv, log=output.fileno(), cwd=CHECKOUT)
+        process = spawn(argv, log=output.fileno(), cwd=CHECKOUT, ends_with_us=True)
         try:
             wait_until(
                 lambda: _said(output).endswith("\n"),
@@ -64,7 +64,7 @@ def _said(output: IO[bytes]) -> str:
 
 
 class PrivateHost:
-    """One host. `gateway` and `control` add to or replace settings of the two files, table by table."""
+    """One host, on an engine that is started. `gateway` and `control` add to or replace settings of the two files, table by table."""
 
     def __init__(
         self,
@@ -75,7 +75,8 @@ class PrivateHost:
         control: Mapping[str, Mapping[str, Any]] | None = None,
     ) -> None:
         self.engine: Final = engine
-        self.root: Final = Path(tempfile.mkdtemp(prefix="opificia-host-"))
+        self.root: Final = engine.scratch / "host"
+        self.root.mkdir()
         self.root.chmod(0o755)
         self.ca_bundle: Final = os.environ.get(_CA_VARIABLE, "")
         self._model = model

@@ -36,7 +36,7 @@ def listening(engine: PrivateEngine, kind: str, port: int) -> Iterator[Path]:
     """Run one of the programs above in the engine's network; yields the file with what it prints."""
     with tempfile.NamedTemporaryFile(prefix="opificia-hostside-") as output:
         argv = [sys.executable, "-m", "tests.support.hostside", kind, str(port)]
-        process = spawn(engine.in_network(argv), log=output.fileno(), cwd=CHECKOUT)
+        process = spawn(engine.in_network(argv), log=output.fileno(), cwd=CHECKOUT, ends_with_us=True)
         path = Path(output.name)
         try:
             wait_until(

@@ -44,13 +44,21 @@ def spawn(
     stdin: int = subprocess.DEVNULL,
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
+    ends_with_us: bool = False,
 ) -> subprocess.Popen[bytes]:
     """Start `argv` with both outputs to `log`, in a session of its own.
 
-    So a Ctrl-C at the terminal reaches only us, and we stop what we started in order.
+    So a Ctrl-C at the terminal reaches only us, and we stop what we started in order. `ends_with_us`: the kernel ends it
+    when we are killed. That is bound to the thread that starts it, which must be the main thread.
     """
     return subprocess.Popen(
-        argv, stdin=stdin, stdout=log, stderr=subprocess.STDOUT, env=env, cwd=cwd, start_new_session=True
+        ["setpriv", "--pdeathsig=TERM", "--", *argv] if ends_with_us else argv,
+        stdin=stdin,
+        stdout=log,
+        stderr=subprocess.STDOUT,
+        env=env,
+        cwd=cwd,
+        start_new_session=True,
     )
 
 
