@@ -215,10 +215,8 @@ class ModelProtocol(asyncio.Protocol):
             self.transport.write(CONTINUE)
         exchange = self._exchange = Exchange(self, proxy, ask, now)
         ask.session.add_closer(exchange.revoke)
-        exchange.begin()
-        if self._buffer and exchange.receiving and self._exchange is exchange:
-            data, self._buffer = self._buffer, b""
-            self._buffer = exchange.receive(data)
+        data, self._buffer = self._buffer, b""
+        self._buffer = exchange.begin(data)
 
     def _on_ready(self) -> None:
         head = self._waiting

@@ -58,8 +58,8 @@ class Exchange:
 
     __slots__ = (
         "_ask", "_bytes_down", "_bytes_up", "_chunks", "_client", "_first_byte_at", "_held", "_held_bytes", "_left", "_moved",
-        "_opened", "_pending", "_pending_bytes", "_phase", "_proxy", "_quiet_since", "_rechunk", "_redactor", "_replay",
-        "_replay_bytes", "_reply_status", "_reservation", "_route", "_sent_any", "_started", "_upstream", "_usage", "receiving",
+        "_opened", "_pending", "_pending_bytes", "_phase", "_plain", "_proxy", "_quiet_since", "_rechunk", "_redactor", "_replay",
+        "_replay_bytes", "_reply_head", "_reply_status", "_reservation", "_route", "_sent_any", "_started", "_upstream", "_usage", "receiving",
     )  # fmt: skip
 
     def __init__(self, client: "ModelProtocol", proxy: ModelProxy, ask: Ask, now: float) -> None:
@@ -87,29 +87,39 @@ class Exchange:
         self._reservation: Reservation | None = None
         self._usage: UsageReader = NoUsage()
         self._redactor: Redactor | None = None
+        # Whether body bytes pass as they are; `_reply_head` goes out with the first of them.
+        self._plain = True
+        self._reply_head = b""
         self._rechunk = False
         self._reply_status = 0
         self._first_byte_at = 0.0
         self._bytes_up = self._bytes_down = self._moved = 0
 
-    def begin(self) -> None:
-        """Ask for an upstream connection, unless the body must be read first."""
+    def begin(self, data: bytes) -> bytes:
+        """Start, with what has come of the body already; return what follows it.
+
+        The provider is asked at once, unless the body must be read first.
+        """
         framing = self._ask.terms.framing
         if self._must_read():
             if self._ask.terms.encoded:
                 self.refuse(
                     ModelRefusal(DenyReason.UNSUPPORTED_ENCODING, "This session's requests must not be compressed")
                 )
-                return
+                return b""
             self._phase = Phase.HOLDING
             if not self.receiving:
                 self._judge()
-        elif isinstance(framing, Chunked):
-            self._open(b"transfer-encoding: chunked\r\n")
         elif isinstance(framing, ContentLength):
             self._open(b"content-length: %d\r\n" % framing.length)
+        elif isinstance(framing, Chunked):
+            self._open(b"transfer-encoding: chunked\r\n")
         else:
             self._open(b"" if self._ask.head.method == b"GET" else b"content-length: 0\r\n")
+        if data and self.receiving:
+            return self.receive(data)
+        self._flush()
+        return data
 
     # --- from the client
 
@@ -138,8 +148,7 @@ class Exchange:
             self._send(body)
         else:
             self._send((encode_chunk(body) if body else b"") + (b"" if self.receiving else LAST_CHUNK))
-        if not self.receiving and self._phase is Phase.SENDING:
-            self._phase = Phase.WAITING
+        self._flush()
         return rest
 
     def client_gone(self, reason: CloseReason) -> None:
@@ -207,14 +216,8 @@ class Exchange:
     # --- from the upstream connection (UpstreamOwner)
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
-        self._upstream = connection
-        connection.start(self)
-        self._phase = Phase.SENDING if self.receiving else Phase.WAITING
-        self._replay = [] if connection.reused else None
-        pending, self._pending = self._pending, []
-        self._pending_bytes = 0
-        for data in pending:
-            self._send(data)
+        self._attach(connection)
+        self._flush()
         self._client.set_reading(True)
 
     def upstream_unavailable(self, reason: DenyReason, message: str) -> None:
@@ -229,28 +232,30 @@ class Exchange:
         self._phase = Phase.REPLYING
         self._replay = None
         self._rechunk = not is_delimited(status, head)
-        if 200 <= status < 300 and self._route.metered and not is_encoded(head):
-            self._usage = StreamUsage() if is_event_stream(head) else JsonUsage()
+        if 200 <= status < 300:
+            if self._route.metered and not is_encoded(head):
+                self._usage = StreamUsage() if is_event_stream(head) else JsonUsage()
         elif status >= 300 and (key := self._ask.provider.key()):
             # Some providers repeat the key in the error about it.
             self._redactor = Redactor(key)
             head = Redactor(key).feed(head)
         close = self._ask.terms.close or self.receiving or self._proxy.draining
-        self._client.transport.write(reply_head(head, close=close, chunked=self._rechunk))
+        self._reply_head = reply_head(head, close=close, chunked=self._rechunk)
+        self._plain = False
 
     def body_received(self, body: bytes) -> None:
         self._usage.feed(body)
 
     def relay(self, data: bytes) -> None:
         self._bytes_down += len(data)
-        if self._redactor is not None:
-            data = self._redactor.feed(data)
-        if self._rechunk:
-            data = encode_chunk(data) if data else b""
-        self._client.transport.write(data)
+        if self._plain:
+            self._client.transport.write(data)
+        else:
+            self._relay_specially(data)
 
     def reply_completed(self, *, reusable: bool) -> None:
-        self._flush_redactor()
+        if self._redactor is not None and (held := self._redactor.flush()):
+            self._client.transport.write(encode_chunk(held) if self._rechunk else held)
         if self._rechunk:
             self._client.transport.write(LAST_CHUNK)
         self._usage.end()
@@ -269,6 +274,7 @@ class Exchange:
             # The provider closed an idle connection while the request was on its way.
             self._upstream = None
             self._pending, self._replay = self._replay, None
+            self._pending_bytes = self._replay_bytes
             self._phase = Phase.CONNECTING
             self._quiet_since = self._proxy.now()
             self._ask.provider.pool.acquire(self, fresh=True)
@@ -389,9 +395,8 @@ class Exchange:
             self._reservation = reservation
         self._open(b"content-length: %d\r\n" % len(body))
         self._send(body)
+        self._flush()
         self._drop_held()
-        if self._phase is Phase.SENDING:
-            self._phase = Phase.WAITING
 
     def _open(self, framing: bytes) -> None:
         ask = self._ask
@@ -403,29 +408,50 @@ class Exchange:
         self._send(request_head(line, ask.head.headers, ask.provider.fixed_headers(), framing))
         connection = ask.provider.pool.acquire(self)
         if connection is not None:
-            self.upstream_ready(connection)
+            self._attach(connection)
+
+    def _attach(self, connection: UpstreamConnection) -> None:
+        self._upstream = connection
+        connection.start(self)
+        self._phase = Phase.SENDING
+        self._replay = [] if connection.reused else None
 
     def _send(self, data: bytes) -> None:
+        self._pending.append(data)
+        self._pending_bytes += len(data)
+
+    def _flush(self) -> None:
+        """Write what is to be sent, in one call: on loopback a write costs more than all the rest of a request."""
         if self._upstream is None:
-            self._pending.append(data)
-            self._pending_bytes += len(data)
             if self._pending_bytes > MAX_PENDING_BYTES and self.receiving:
                 self._client.set_reading(False)
             return
-        self._sent_any = True
-        if self._replay is not None:
-            self._replay_bytes += len(data)
-            if self._replay_bytes > MAX_REPLAY_BYTES:
-                self._replay = None
-            else:
-                self._replay.append(data)
-        self._upstream.transport.write(data)
+        pending = self._pending
+        if pending:
+            self._sent_any = True
+            if self._replay is not None:
+                self._replay_bytes += self._pending_bytes
+                self._replay = self._replay + pending if self._replay_bytes <= MAX_REPLAY_BYTES else None
+            self._pending = []
+            self._pending_bytes = 0
+            self._upstream.transport.writelines(pending)
+        if not self.receiving and self._phase is Phase.SENDING:
+            self._phase = Phase.WAITING
+
+    def _relay_specially(self, data: bytes) -> None:
+        """Relay the first bytes of a body with the reply's head, and bodies that are not passed as they are."""
+        if self._redactor is not None:
+            data = self._redactor.feed(data)
+        if self._rechunk and data:
+            data = encode_chunk(data)
+        head, self._reply_head = self._reply_head, b""
+        if head:
+            self._client.transport.writelines((head, data))
+        elif data:
+            self._client.transport.write(data)
+        self._plain = self._redactor is None and not self._rechunk
 
     def _drop_held(self) -> None:
         self._proxy.unhold(self._held_bytes)
         self._held_bytes = 0
         self._held.clear()
-
-    def _flush_redactor(self) -> None:
-        if self._redactor is not None and (held := self._redactor.flush()):
-            self._client.transport.write(encode_chunk(held) if self._rechunk else held)

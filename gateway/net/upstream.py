@@ -140,7 +140,7 @@ class UpstreamConnection(asyncio.Protocol):
         try:
             if self._head is not None:
                 data = self._read_head(owner, self._head + data)
-                if self._head is not None or self._owner is not owner:
+                if self._head is not None:
                     return
             if data:
                 self._parser.feed_data(data)
@@ -150,8 +150,8 @@ class UpstreamConnection(asyncio.Protocol):
         if self._surplus:
             self._break(owner)
             return
-        if data:
-            owner.relay(data)
+        # Also without a body: the head goes out with it.
+        owner.relay(data)
         if self._complete:
             owner.reply_completed(reusable=self._reusable)
 
@@ -291,6 +291,8 @@ class UpstreamPool:
 
     async def close(self) -> None:
         """Close what is idle and stop dialing. Connections in use are their exchanges' to close."""
+        if self._closed:
+            return
         self._closed = True
         self._waiting.clear()
         for connection in list(self._idle):

@@ -56,9 +56,9 @@ def test_random_bytes_raise_only_the_readers_own_error(data: bytes) -> None:
 
 def test_a_body_of_very_many_chunks_is_refused() -> None:
     reader = ChunkedReader()
+    reader.feed(b"1\r\nx\r\n" * MAX_CHUNKS)
     with pytest.raises(ChunkedError, match="too many"):
-        for _ in range(MAX_CHUNKS // 1000 + 1):
-            reader.feed(b"1\r\nx\r\n" * 1000)
+        reader.feed(b"1\r\nx\r\n")
 
 
 # --- redactor
@@ -238,7 +238,7 @@ def test_a_budget_is_passed_by_no_more_than_one_reservation(
      "https://host/a b", "https://host:99999", "https://ho\nst", "//host", "https://[::1"],
 )  # fmt: skip
 def test_an_upstream_that_is_no_plain_url_is_refused(url: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match=r"."):
         parse_upstream(url)
 
 

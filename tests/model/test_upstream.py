@@ -60,6 +60,8 @@ async def test_a_request_that_crosses_the_close_of_its_connection_is_sent_once_m
         closing.set()
         await upstream.ended[0].wait()
         await client.send(request(b'{"model":"second"}'))
+        await until(lambda: connection._owner is not None)
+        connection.transport.resume_reading()
         assert (await client.reply()).status == 200
         assert [bytes(data).count(b"second") for data in upstream.received] == [0, 1]
 
