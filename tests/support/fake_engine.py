@@ -120,11 +120,13 @@ class FakeEngine:
         assert process is not None
         assert process.stdout is not None
         assert process.stderr is not None
-        await asyncio.gather(
+        copying = asyncio.gather(
             self._copy(container, LogStream.STDOUT, process.stdout),
             self._copy(container, LogStream.STDERR, process.stderr),
         )
         code = await process.wait()
+        _kill_the_rest(container.labels[LABEL_SESSION])
+        await copying
         container.exit = ContainerExit(128 - code if code < 0 else code, container.oom, "", "now")
         container.ended.set()
         async with container.changed:
@@ -170,6 +172,10 @@ class FakeEngine:
         except TimeoutError:
             self.signal(container, signal.SIGKILL)
             await found.ended.wait()
+
+    async def kill(self, container: str) -> None:
+        await self._called("kill")
+        self.signal(container, signal.SIGKILL)
 
     def signal(self, container: str, number: int) -> None:
         """Signal the first process, or all when it is SIGKILL, as the end of a container's first process does."""
@@ -249,3 +255,14 @@ class FakeEngine:
         """End all processes."""
         for container in list(self.containers):
             await self.vanish(container)
+
+
+def _kill_the_rest(session: str) -> None:
+    """Kill what a session's first process left behind, as the end of a container's PID namespace does."""
+    mark = f"OPIFICIA_SESSION_ID={session}".encode()
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
+                os.kill(int(entry.name), signal.SIGKILL)
+        except (FileNotFoundError, ProcessLookupError, PermissionError):
+            continue
