@@ -5,6 +5,7 @@ could differ from one site to the next: defaults have changed between releases, 
 """
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
@@ -57,6 +58,7 @@ MASKED_PATHS: Final = (
 READONLY_PATHS: Final = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
 _MEGABYTE_FLOOR: Final = 64 * MIB
+_PROVIDER: Final = re.compile(r"[a-z0-9-]{1,32}", re.ASCII)
 
 
 class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -82,6 +84,8 @@ class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
     in_roots: tuple[str, ...] = ()
     # A PEM file for sandboxes behind a company's own certificate authority; mounted read-only.
     ca_bundle: str = ""
+    # The gateway's provider, by its name under [[model.provider]], for sandboxes' OPENAI_BASE_URL; empty: none.
+    openai_provider: str = ""
     # A seccomp profile in place of ours; empty: control/docker/seccomp.json.
     seccomp_profile: str = ""
 
@@ -110,6 +114,8 @@ class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             for name in ("uid", "gid")
             if not 1_000 <= getattr(self, name) < 65_534
         ]
+        if self.openai_provider and not _PROVIDER.fullmatch(self.openai_provider):
+            found.append(f"openai_provider: {self.openai_provider!r} is not 1 to 32 of a-z, 0-9 and -")
         paths = [("in_roots", root) for root in self.in_roots]
         paths += [(name, value) for name in ("ca_bundle", "seccomp_profile") if (value := getattr(self, name))]
         found += [f"{name}: {path!r} is not an absolute path" for name, path in paths if not path.startswith("/")]
@@ -257,7 +263,7 @@ def _host_config(
         # Privileges
         "Privileged": False,
         "CapDrop": ["ALL"],
-        "SecurityOpt": ["no-new-privileges:true", f"seccomp={seccomp_profile}"],
+        "SecurityOpt": ["no-new-privileges=true", f"seccomp={seccomp_profile}"],
         "ReadonlyRootfs": True,
         "MaskedPaths": list(MASKED_PATHS),
         "ReadonlyPaths": list(READONLY_PATHS),

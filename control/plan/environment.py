@@ -14,11 +14,13 @@ def sandbox_environment(
     extra: Mapping[str, str],
     *,
     ca_bundle: bool,
+    openai_provider: str = "",
 ) -> dict[str, str]:
     """Return what a sandbox finds in its environment. The names are an interface (DESIGN: files and interfaces).
 
     `extra` is the caller's own and cannot replace any of ours. The operator's model key is never among them: a sandbox
-    holds a token that is worth nothing anywhere but at our gateway.
+    holds a token that is worth nothing anywhere but at our gateway. `openai_provider` is the gateway's provider that
+    OpenAI's clients are led to; empty: none, and they find no key, by whose presence some agents choose a provider.
     """
     gateway = f"{network.gateway_name}:{network.gateway_port}"
     proxy = f"http://{session}:{token}@{gateway}"
@@ -37,11 +39,18 @@ def sandbox_environment(
         "http_proxy": proxy,
         "https_proxy": proxy,
         "no_proxy": direct,
+        # For the `fetch` of Node 22.21, 24 and later; what earlier ones need is a matter of the image.
+        "NODE_USE_ENV_PROXY": "1",
         "ANTHROPIC_BASE_URL": f"http://{gateway}/model/{session}",
         "ANTHROPIC_AUTH_TOKEN": token,
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
         "CLAUDE_CODE_PROVIDER_MANAGED_BY_HOST": "1",
     }
+    if openai_provider:
+        ours |= {
+            "OPENAI_BASE_URL": f"http://{gateway}/model/{session}/{openai_provider}/v1",
+            "OPENAI_API_KEY": token,
+        }
     if ca_bundle:
         names = ("SSL_CERT_FILE", "REQUESTS_CA_BUNDLE", "PIP_CERT", "NODE_EXTRA_CA_CERTS", "GIT_SSL_CAINFO")
         ours |= dict.fromkeys((*names, "CURL_CA_BUNDLE"), CA_PATH)

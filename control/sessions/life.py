@@ -85,6 +85,8 @@ class Life:
         self._token = token
         self._adopted = not token
         self._grace_ms = services.limits.stop_grace_ms if grace_ms is None else grace_ms
+        # A grace was named; one that is named while the container has its grace already shortens that.
+        self._hurried = asyncio.Event()
         self._steps: asyncio.Task[None] | None = None
         self._following: asyncio.Task[None] | None = None
         self._revoking: asyncio.Task[None] | None = None
@@ -99,6 +101,8 @@ class Life:
         result = await self._services.recorder.record(self.record, EndRequested(reason, message))
         if self._steps is not None:
             self._steps.cancel()
+        if grace_ms is not None:
+            self._hurried.set()
         return not isinstance(result, NotAllowed)
 
     async def run(self) -> None:
@@ -176,6 +180,7 @@ class Life:
                     self._token,
                     services.network,
                     ca_bundle=bool(services.sandbox.ca_bundle),
+                    openai_provider=services.sandbox.openai_provider,
                     extra=spec.env,
                 ),
                 in_dir=finding_in_dir.result(),
@@ -370,13 +375,28 @@ class Life:
             self._exit = Exit(None)
         while self._exit is None:
             try:
-                await self._services.engine.stop(container, self._grace_ms / 1000)
+                await self._stop(container)
                 self._exit = _exit(await self._services.engine.wait(container))
             except NotFoundError:
                 self._exit = Exit(None)
             except EngineError as error:
                 log.warning("session %s: cannot stop its container, trying again: %s", self.record.id, error)
                 await asyncio.sleep(RETRY_S)
+
+    async def _stop(self, container: str) -> None:
+        self._hurried.clear()
+        hurrying = asyncio.create_task(self._kill_when_hurried(container), name="hurry")
+        try:
+            await self._services.engine.stop(container, self._grace_ms / 1000)
+        finally:
+            hurrying.cancel()
+            await asyncio.gather(hurrying, return_exceptions=True)
+
+    async def _kill_when_hurried(self, container: str) -> None:
+        """Kill the container when a shorter grace was named than the one that the engine gives it already."""
+        await self._hurried.wait()
+        await asyncio.sleep(self._grace_ms / 1000)
+        await self._services.engine.kill(container)
 
     async def _collect(self, container: str) -> str:
         """Keep logs and results; return what could not be kept, one sentence."""

@@ -68,7 +68,7 @@ def test_is_not_privileged_and_has_no_devices() -> None:
 
 
 def test_gains_no_privileges_by_setuid_programs() -> None:
-    assert "no-new-privileges:true" in host_config()["SecurityOpt"]
+    assert "no-new-privileges=true" in host_config()["SecurityOpt"]
 
 
 def test_has_the_given_seccomp_profile() -> None:
@@ -271,8 +271,16 @@ def test_environment_names_the_gateway_for_every_client() -> None:
     assert (found["OPIFICIA_SESSION_ID"], found["OPIFICIA_RUN_ID"]) == ("s1", "r1")
     assert found["CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC"] == "1"
     assert found["CLAUDE_CODE_PROVIDER_MANAGED_BY_HOST"] == "1"
+    assert found["NODE_USE_ENV_PROXY"] == "1"
     assert "ANTHROPIC_API_KEY" not in found
+    assert not any(name.startswith("OPENAI_") for name in found)
     assert "SSL_CERT_FILE" not in found
+
+
+def test_environment_leads_openais_clients_to_the_provider_that_the_operator_names() -> None:
+    found = sandbox_environment("s1", "r1", "tok", NetworkSettings(), {}, ca_bundle=False, openai_provider="azure")
+    assert found["OPENAI_BASE_URL"] == "http://opificia-gateway:8900/model/s1/azure/v1"
+    assert found["OPENAI_API_KEY"] == "tok"
 
 
 def test_environment_names_the_operators_certificate_authorities_for_every_client() -> None:
@@ -305,6 +313,7 @@ def test_hardware_address_follows_from_the_address() -> None:
         (SandboxSettings(gid=65_534), "gid"),
         (SandboxSettings(in_roots=("srv",)), "in_roots"),
         (SandboxSettings(ca_bundle="ca.pem"), "ca_bundle"),
+        (SandboxSettings(openai_provider="../s2"), "openai_provider"),
         (SandboxSettings(seccomp_profile="unconfined"), "seccomp_profile"),
     ],
 )
