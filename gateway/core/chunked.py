@@ -1,6 +1,6 @@
-"""Chunked request bodies (RFC 9112 §7.1), read strictly and framed anew.
+"""Chunked bodies (RFC 9112 §7.1), read strictly and framed anew.
 
-What goes to the provider is framed by us, so that no reader behind us can find another end than we found.
+What goes on is framed by us, so that no reader behind us can find another end than we found.
 """
 
 import re

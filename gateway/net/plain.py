@@ -27,6 +27,8 @@ from gateway.registry import IPAddress, Session
 
 # A connection to a host waits this long for the next request; it holds a slot all the time. Apache waits 5 s as well.
 KEEP_UPSTREAM_S: Final = 5.0
+# Meanwhile it is looked this often whether somebody else waits for the slot.
+LOOK_S: Final = 0.25
 # A client that half-closed may still read its response; one that left looks the same. When nothing has moved for this
 # long it counts as gone. (nginx and Go take it for gone at once.)
 HALF_CLOSED_S: Final = 5.0
@@ -159,15 +161,18 @@ class PlainRelay(asyncio.Protocol):
             await self._wait(min(until, self._tend_upstream(until)))
 
     def _tend_upstream(self, never: float) -> float:
-        """Let go of a kept connection that has ended, speaks unasked or waits too long; return when to look again."""
-        upstream = self._upstream
-        if upstream is None:
+        """Let go of a kept connection that is of no use any more, or whose slot others wait for.
+
+        Returns when to look again.
+        """
+        upstream, session = self._upstream, self._session
+        if upstream is None or session is None:
             return never
-        until = upstream.kept_since + KEEP_UPSTREAM_S
-        if not upstream.is_quiet or self._services.loop.time() >= until:
+        now = self._services.loop.time()
+        if not upstream.is_quiet or session.slots.waiting or now >= upstream.kept_since + KEEP_UPSTREAM_S:
             self._drop_upstream()
             return never
-        return until
+        return now + LOOK_S
 
     # -- the verdict
 
