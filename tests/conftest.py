@@ -1,11 +1,16 @@
-"""What every folder shares: the private engine, one per run, and the time each folder took."""
+"""What every folder shares: the images, the private engine, one per run, and the time each folder took."""
 
+import os
 from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
 
+from control.images.build import build
+from control.images.recipes import IMAGES as RECIPES
+from control.images.recipes import recipe
 from tests.support.engine import PrivateEngine
+from tests.support.paths import IMAGES
 
 _seconds: defaultdict[str, float] = defaultdict(float)
 _tests: defaultdict[str, int] = defaultdict(int)
@@ -16,6 +21,15 @@ def engine() -> Iterator[PrivateEngine]:
     """Run a Docker engine in namespaces of its own (root only); it starts in under a second."""
     with PrivateEngine.acquire() as private:
         yield private
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Build the images that tests with an engine need: minutes on a new machine, which no test's time limit has."""
+    if session.config.option.collectonly or os.geteuid() != 0:
+        return
+    if any("engine" in getattr(item, "fixturenames", ()) for item in session.items):
+        for name in RECIPES:
+            build(recipe(name), IMAGES)
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -2,8 +2,10 @@
 
 import pytest
 
+from gateway.contract.policy import Usage
 from tests.host.conftest import METADATA
 from tests.support.host import PrivateHost
+from tests.support.processes import wait_until
 from tests.support.programs import ASK_MODEL
 from tests.support.sandbox import Sandbox
 
@@ -75,12 +77,23 @@ def test_the_official_sdk_streams_with_nothing_but_the_environment(agent: Sandbo
     assert install.code == 0, install.output
     done = agent.run("env", "PYTHONPATH=/work/sdk", "python3", "-c", ASK_MODEL, "claude-haiku-4-5")
     assert done.code == 0, done.output
-    pieces, tokens, text = done.stdout.strip().split(" ", 2)
+    pieces, _, text = done.stdout.strip().split(" ", 2)
     assert int(pieces) > 1
     assert text.startswith("Hello")
-    usage = agent.view().usage
-    assert usage is not None
-    assert usage.output_tokens >= int(tokens)
+
+
+def test_model_tokens_are_counted_to_the_session(agent: Sandbox) -> None:
+    before = agent.view().usage or Usage()
+    ask = 'curl -sS $ANTHROPIC_BASE_URL/v1/messages -H "authorization: Bearer $ANTHROPIC_AUTH_TOKEN" -d @-'
+    body = '{"model": "claude-haiku-4-5", "max_tokens": 10, "messages": [{"role": "user", "content": "hello"}]}'
+    assert '"usage"' in agent.run("sh", "-c", ask, stdin=body).stdout
+
+    def counted() -> bool:
+        used = agent.view().usage or Usage()
+        return used.model_requests == before.model_requests + 1 and used.output_tokens > before.output_tokens
+
+    # The gateway reports usage to control once a second.
+    wait_until(counted, "the usage of one model request", timeout_s=10)
 
 
 def test_the_egress_log_belongs_to_the_gateway_and_shows_the_callers_hosts(host: PrivateHost, agent: Sandbox) -> None:
