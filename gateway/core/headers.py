@@ -42,25 +42,21 @@ _find_encoding: Final = re.compile(rb"\r\ncontent-encoding:[ \t]*([^\r\n]*)", re
 _CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"upgrade", b"te", b""})
 
 
-def request_head(line: bytes, headers: Iterable[tuple[bytes, bytes]], fixed: bytes, framing: bytes) -> bytes:
-    """Return the head for the provider.
+def passed_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+    """Return the lines of a request's headers that go on to the provider, each ended by CRLF, in their order.
 
-    `line` is the request line without its end. `headers` are the client's, lower-case. `fixed` (host, key, encoding) and
-    `framing` are header lines, each ended by CRLF.
+    Names are in lower case. What the new connection needs (host, key, framing) is not among them.
     """
-    parts = [line, b"\r\n", fixed]
-    named: frozenset[bytes] | set[bytes] = _DROPPED
+    parts: list[bytes] = []
+    named: frozenset[bytes] = _DROPPED
     for name, value in headers:
-        if name == b"connection" and (extra := _named(value) - _CONNECTION_OPTIONS):
-            named = named | extra
+        if name == b"connection":
+            named |= _named(value) - _CONNECTION_OPTIONS
     for name, value in headers:
-        if name in named or name.startswith(_FORWARDED):
-            continue
         # CGI-like servers take `x_api_key` for `x-api-key`.
-        if b"_" in name and (name.replace(b"_", b"-") in named or name.replace(b"_", b"-").startswith(_FORWARDED)):
-            continue
-        parts += (name, b": ", value, b"\r\n")
-    parts += (framing, b"\r\n")
+        plain = name.replace(b"_", b"-") if b"_" in name else name
+        if name not in named and plain not in named and not plain.startswith(_FORWARDED):
+            parts += (name, b": ", value, b"\r\n")
     return b"".join(parts)
 
 

@@ -8,17 +8,28 @@ from typing import Final
 from gateway.contract.ids import is_session_id
 from gateway.core.authority import AuthorityError, parse_absolute_http
 from gateway.core.credentials import MAX_CREDENTIALS_BYTES, parse_bearer
-from gateway.core.head import BodyFraming, Head, HeadError, NoBody, body_framing
+from gateway.core.head import BodyFraming, ContentLength, Head, HeadError, NoBody, body_framing, parse_head
+from gateway.core.headers import passed_headers
+from gateway.core.incomplete import INCOMPLETE, Incomplete
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.providers import Route, Shape
 from gateway.core.verdict import DenyReason
 
 # RFC 3986 §3.4, and brackets, which clients leave unescaped.
 _match_query: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:@/?%\[\]-]*").fullmatch
+_find_length: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([1-9][0-9]{0,17})\r\n").search
 _NOT_FOUND: Final = ModelRefusal(DenyReason.NOT_FOUND, "There is nothing of this name and method at the model proxy")
-_READ: Final = frozenset(
-    {b"x-api-key", b"authorization", b"host", b"connection", b"expect", b"content-encoding", b"content-length"}
-)
+_READ: Final = frozenset({b"x-api-key", b"authorization", b"host", b"connection", b"expect", b"content-encoding"})
+
+
+@dataclass(frozen=True, slots=True)
+class RequestRules:
+    """What heads are read by: the gateway's own names, the providers' shapes, the largest head."""
+
+    names: Set[str]
+    default: Shape
+    others: Mapping[bytes, Shape]
+    max_head_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,29 +45,98 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who says to ask, how the body is framed, and what is to happen to the connection."""
+    """Who says to ask, what is to happen to the connection, and whether the body has a content coding."""
 
     token: str
-    framing: BodyFraming
     close: bool
     expects_continue: bool
     encoded: bool
 
 
-def read_destination(
-    method: bytes, target: bytes, names: Set[str], default: Shape, others: Mapping[bytes, Shape]
-) -> Destination | ModelRefusal:
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request by its head, of which nothing else is of use to the proxy. `passed` are the header lines that go on."""
+
+    method: bytes
+    destination: Destination
+    terms: Terms
+    framing: BodyFraming
+    passed: bytes
+    size: int
+
+
+@dataclass(frozen=True, slots=True)
+class Unacceptable:
+    """A head that is no request to the model proxy, and the shape in which to say so."""
+
+    shape: Shape
+    refusal: ModelRefusal
+
+
+class RequestReader:
+    """Reads the heads of one connection.
+
+    A client's heads differ in little but their Content-Length. What one head means, the next one means as well when all
+    its other bytes are the same: it is then not parsed again, which takes a quarter off the cost of a request. Nothing is
+    remembered from one connection to another.
+    """
+
+    __slots__ = ("_after", "_before", "_last", "_rules")
+
+    def __init__(self, rules: RequestRules) -> None:
+        self._rules = rules
+        # The last head that had a length: what stands before its digits, and after them.
+        self._before = b""
+        self._after = b""
+        self._last: Request | None = None
+
+    def read(self, data: bytes) -> Request | Unacceptable | Incomplete:
+        """Read the head at the start of `data`. The one that gave it, without its bytes, is not kept."""
+        end = data.find(b"\r\n\r\n", 0, self._rules.max_head_bytes)
+        length = _find_length(data, 0, end + 2) if end >= 0 else None
+        if length is None:
+            return self._parse(data)
+        before, after = data[: length.start(1)], data[length.end(1) : end + 4]
+        last = self._last
+        if last is not None and before == self._before and after == self._after:
+            framing = ContentLength(int(length[1]))
+            return Request(last.method, last.destination, last.terms, framing, last.passed, end + 4)
+        request = self._parse(data)
+        if isinstance(request, Request):
+            self._before, self._after, self._last = before, after, request
+        return request
+
+    def _parse(self, data: bytes) -> Request | Unacceptable | Incomplete:
+        rules = self._rules
+        try:
+            head = parse_head(data, rules.max_head_bytes)
+        except HeadError as error:
+            return Unacceptable(rules.default, ModelRefusal(error.reason, error.message))
+        if isinstance(head, Incomplete):
+            return INCOMPLETE
+        destination = read_destination(head.method, head.target, rules)
+        if isinstance(destination, ModelRefusal):
+            return Unacceptable(rules.default, destination)
+        try:
+            framing = body_framing(head)
+            terms = _read_terms(head, destination.route, framing)
+        except HeadError as error:
+            return Unacceptable(destination.shape, ModelRefusal(error.reason, error.message))
+        return Request(head.method, destination, terms, framing, passed_headers(head.headers), head.size)
+
+
+def read_destination(method: bytes, target: bytes, rules: RequestRules) -> Destination | ModelRefusal:
     """Match the raw target against the routes there are. Nothing is decoded or normalized: what is not there is a 404.
 
-    An absolute target is taken as if addressed directly when its host is one of `names`: so ask clients that have a proxy
-    configured and no exception for the gateway itself.
+    An absolute target is taken as if addressed directly when its host is one of the gateway's names: so ask clients that
+    have a proxy configured and no exception for the gateway itself.
     """
     if target[:7].lower() == b"http://":
         try:
             authority, target = parse_absolute_http(target)
         except AuthorityError:
             return _NOT_FOUND
-        if authority.host not in names:
+        if authority.host not in rules.names:
             return _NOT_FOUND
     path, mark, query = target.partition(b"?")
     parts = path.split(b"/", 3)
@@ -65,11 +145,11 @@ def read_destination(
     session_id = parts[2].decode("latin-1")
     if not is_session_id(session_id):
         return _NOT_FOUND
-    provider, shape, path = b"", default, b"/" + parts[3]
+    provider, shape, path = b"", rules.default, b"/" + parts[3]
     route = shape.routes.get(path)
     if route is None:
         provider, _, rest = parts[3].partition(b"/")
-        named = others.get(provider)
+        named = rules.others.get(provider)
         if named is None:
             return _NOT_FOUND
         shape, path = named, b"/" + rest
@@ -79,51 +159,48 @@ def read_destination(
     return Destination(session_id, provider, shape, route, path + mark + query)
 
 
-def read_terms(head: Head, route: Route) -> Terms | ModelRefusal:
-    """Read everything else that the proxy itself must know of a head."""
+def _read_terms(head: Head, route: Route, framing: BodyFraming) -> Terms:
+    """Read everything else that the proxy itself must know of a head. Raises HeadError."""
     found: dict[bytes, list[bytes]] = {}
     for name, value in head.headers:
         if name in _READ:
             found.setdefault(name, []).append(value)
     # RFC 9112 §3.2: a server must answer 400 to a request without exactly one Host.
     if len(found.get(b"host", ())) != 1:
-        return _malformed("A request has exactly one Host header")
+        raise _malformed("A request has exactly one Host header")
     if head.minor_version == 0:
-        return _malformed("The model proxy speaks HTTP/1.1: replies are streamed in chunks")
-    try:
-        framing = body_framing(head)
-    except HeadError as error:
-        return ModelRefusal(error.reason, error.message)
+        raise _malformed("The model proxy speaks HTTP/1.1: replies are streamed in chunks")
     if route.method == b"GET" and not isinstance(framing, NoBody):
-        return _malformed("This request has no body")
+        raise _malformed("This request has no body")
     expectations = [value.lower() for value in found.get(b"expect", ())]
     if expectations not in ([], [b"100-continue"]):
-        return _malformed("The only expectation that can be met is 100-continue")
+        raise _malformed("The only expectation that can be met is 100-continue")
     token = _read_token(found.get(b"x-api-key", []), found.get(b"authorization", []))
-    if isinstance(token, ModelRefusal):
-        return token
     close = any(b"close" in value.lower() for value in found.get(b"connection", ()))
     encoded = any(value.lower() not in (b"", b"identity") for value in found.get(b"content-encoding", ()))
-    return Terms(token, framing, close, bool(expectations), encoded)
+    return Terms(token, close, bool(expectations), encoded)
 
 
-def _read_token(keys: list[bytes], authorizations: list[bytes]) -> str | ModelRefusal:
-    """Return the one token that all credentials of a request agree on."""
+def _read_token(keys: list[bytes], authorizations: list[bytes]) -> str:
+    """Return the one token that all credentials of a request agree on. Raises HeadError."""
     tokens = {key.decode("latin-1") for key in keys if key and len(key) <= MAX_CREDENTIALS_BYTES}
     for authorization in authorizations:
         token = parse_bearer(authorization)
         if token is None:
-            return ModelRefusal(DenyReason.CREDENTIALS_WRONG, "The Authorization header is not `Bearer` and a token")
+            raise _wrong("The Authorization header is not `Bearer` and a token")
         tokens.add(token)
     if not tokens:
-        return ModelRefusal(
-            DenyReason.CREDENTIALS_MISSING, "Give the session's token as x-api-key or as Authorization: Bearer"
-        )
+        message = "Give the session's token as x-api-key or as Authorization: Bearer"
+        raise HeadError(401, DenyReason.CREDENTIALS_MISSING, message)
     # Whoever sends two wants two readers to see different ones.
     if len(tokens) > 1:
-        return ModelRefusal(DenyReason.CREDENTIALS_WRONG, "The request carries two different credentials")
+        raise _wrong("The request carries two different credentials")
     return tokens.pop()
 
 
-def _malformed(message: str) -> ModelRefusal:
-    return ModelRefusal(DenyReason.MALFORMED_REQUEST, message)
+def _malformed(message: str) -> HeadError:
+    return HeadError(400, DenyReason.MALFORMED_REQUEST, message)
+
+
+def _wrong(message: str) -> HeadError:
+    return HeadError(401, DenyReason.CREDENTIALS_WRONG, message)

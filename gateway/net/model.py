@@ -8,14 +8,15 @@ import asyncio
 import os
 import select
 import socket
+import time
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final, cast
 
 from gateway.context import Gateway
-from gateway.core.head import ContentLength, Head, HeadError, NoBody, parse_head
+from gateway.core.head import ContentLength, NoBody
 from gateway.core.incomplete import Incomplete
 from gateway.core.model_refusal import ModelRefusal, encode_refusal
-from gateway.core.model_request import read_destination, read_terms
+from gateway.core.model_request import Request, RequestReader, Unacceptable
 from gateway.core.providers import Shape
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 from gateway.net.model_exchange import Ask, Exchange
@@ -36,7 +37,7 @@ class ModelProtocol(asyncio.Protocol):
     """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers."""
 
     __slots__ = ("_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_half_closed", "_in_head",
-                 "_last", "_proxy", "_unsent", "_waiting", "is_paused", "transport")  # fmt: skip
+                 "_last", "_proxy", "_reader", "_unsent", "_waiting", "is_paused", "transport")  # fmt: skip
 
     transport: asyncio.Transport
 
@@ -44,11 +45,12 @@ class ModelProtocol(asyncio.Protocol):
         self._gateway = gateway
         self._proxy = gateway.model
         self._caller = caller
+        self._reader = RequestReader(gateway.model.rules)
         # What was read beyond the request that is being served.
         self._buffer = b""
         self._exchange: Exchange | None = None
         # A request that waits until the registry knows its sessions.
-        self._waiting: Head | None = None
+        self._waiting: Request | None = None
         self._in_head = True
         self._deadline = 0.0
         # The last reply is written; what still comes is thrown away.
@@ -64,7 +66,7 @@ class ModelProtocol(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # uvloop's transports are not derived from asyncio's.
         self.transport = cast(asyncio.Transport, transport)
-        self._deadline = self._proxy.now() + self._proxy.limits.head_timeout_ms / 1000
+        self._deadline = time.monotonic() + self._proxy.limits.head_timeout_ms / 1000
         self._proxy.add(self)
 
     def data_received(self, data: bytes) -> None:
@@ -159,59 +161,51 @@ class ModelProtocol(asyncio.Protocol):
     def _serve(self) -> None:
         """Serve what is in the buffer, until something must be waited for."""
         while self._buffer and self._exchange is None and self._waiting is None and not self._last:
-            try:
-                head = parse_head(self._buffer, self._proxy.limits.head_bytes)
-            except HeadError as error:
-                self.refuse(self._proxy.default.shape, ModelRefusal(error.reason, error.message), close=True)
+            request = self._reader.read(self._buffer)
+            if isinstance(request, Unacceptable):
+                self.refuse(request.shape, request.refusal, close=True)
                 return
-            if isinstance(head, Incomplete):
+            if isinstance(request, Incomplete):
                 if not self._in_head:
                     self._in_head = True
-                    self._deadline = self._proxy.now() + self._proxy.limits.head_timeout_ms / 1000
+                    self._deadline = time.monotonic() + self._proxy.limits.head_timeout_ms / 1000
                 return
             self._in_head = False
-            self._buffer = self._buffer[head.size :]
-            self._judge(head)
+            self._buffer = self._buffer[request.size :]
+            self._judge(request)
         if len(self._buffer) > MAX_AHEAD_BYTES and not self._last:
             self.set_reading(False)
 
-    def _judge(self, head: Head) -> None:
-        """Find out what a request wants and who sent it, and begin to serve it."""
-        proxy = self._proxy
-        destination = read_destination(head.method, head.target, proxy.names, proxy.default.shape, proxy.shapes)
-        if isinstance(destination, ModelRefusal):
-            self.refuse(proxy.default.shape, destination, close=True)
-            return
-        terms = read_terms(head, destination.route)
-        if isinstance(terms, ModelRefusal):
-            self.refuse(destination.shape, terms, close=True)
-            return
-        registry = self._gateway.registry
-        session = registry.authenticate(destination.session_id, terms.token, self._caller)
+    def _judge(self, request: Request) -> None:
+        """Find out who sent a request, and begin to serve it."""
+        registry, destination = self._gateway.registry, request.destination
+        session = registry.authenticate(destination.session_id, request.terms.token, self._caller)
         if not isinstance(session, Deny):
-            self._begin(Ask(session, proxy.provider(destination.provider), destination, terms, head))
+            self._begin(Ask(session, self._proxy.provider(destination.provider), request))
         elif registry.ready or registry.get(destination.session_id) is not None:
             self.refuse(destination.shape, ModelRefusal(session.reason, session.message), close=True)
         else:
             # After a restart the sessions come with control's first message: the request waits for it.
-            self._waiting = head
-            self._deadline = proxy.now() + proxy.limits.resync_wait_ms / 1000
+            self._waiting = request
+            self._deadline = time.monotonic() + self._proxy.limits.resync_wait_ms / 1000
             registry.when_ready(self._on_ready)
 
     def _begin(self, ask: Ask) -> None:
         """Serve a request whose sender is known."""
-        proxy, framing = self._proxy, ask.terms.framing
-        now = proxy.now()
+        proxy, framing = self._proxy, ask.request.framing
+        now = time.monotonic()
         if isinstance(framing, ContentLength) and framing.length > proxy.limits.max_request_bytes:
             refusal: ModelRefusal | None = proxy.too_large()
         else:
             concurrent = proxy.limits.model_requests_per_session
-            refusal = ask.session.model.start(now, concurrent, metered=ask.destination.route.metered)
+            refusal = ask.session.model.start(now, concurrent, metered=ask.request.destination.route.metered)
         if refusal is not None:
             proxy.report_refused(ask, refusal.reason)
-            self.refuse(ask.destination.shape, refusal, close=ask.terms.close or not isinstance(framing, NoBody))
+            self.refuse(
+                ask.request.destination.shape, refusal, close=ask.request.terms.close or not isinstance(framing, NoBody)
+            )
             return
-        if ask.terms.expects_continue and not self._buffer:
+        if ask.request.terms.expects_continue and not self._buffer:
             self.transport.write(CONTINUE)
         exchange = self._exchange = Exchange(self, proxy, ask, now)
         ask.session.add_closer(exchange.revoke)
@@ -219,10 +213,10 @@ class ModelProtocol(asyncio.Protocol):
         self._buffer = exchange.begin(data)
 
     def _on_ready(self) -> None:
-        head = self._waiting
+        request = self._waiting
         self._stop_waiting()
-        if head is not None and not self.transport.is_closing():
-            self._judge(head)
+        if request is not None and not self.transport.is_closing():
+            self._judge(request)
             self._serve()
 
     def _stop_waiting(self) -> None:
@@ -234,11 +228,11 @@ class ModelProtocol(asyncio.Protocol):
         self._exchange = None
         self.set_reading(True)
         if not (close or self._proxy.draining):
-            self._deadline = self._proxy.now() + KEEP_ALIVE_S
+            self._deadline = time.monotonic() + KEEP_ALIVE_S
             return
         self._last = True
         self._buffer = b""
-        self._deadline = self._proxy.now() + self._proxy.limits.model_idle_timeout_ms / 1000
+        self._deadline = time.monotonic() + self._proxy.limits.model_idle_timeout_ms / 1000
         asyncio.get_running_loop().call_soon(self._half_close)
 
     def _half_close(self) -> None:
@@ -249,7 +243,7 @@ class ModelProtocol(asyncio.Protocol):
         if self._half_closed or self.transport.is_closing() or self.transport.get_write_buffer_size():
             return
         self._half_closed = True
-        self._deadline = self._proxy.now() + LINGER_S
+        self._deadline = time.monotonic() + LINGER_S
         try:
             with socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno())) as twin:
                 twin.shutdown(socket.SHUT_WR)

@@ -5,16 +5,17 @@ upstream connection is given back or closed, usage is booked, and the client can
 """
 
 import enum
+import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 from gateway.core.chunked import LAST_CHUNK, ChunkedError, ChunkedReader, encode_chunk
-from gateway.core.head import Chunked, ContentLength, Head
-from gateway.core.headers import is_delimited, is_encoded, is_event_stream, reply_head, request_head
+from gateway.core.head import Chunked, ContentLength
+from gateway.core.headers import is_delimited, is_encoded, is_event_stream, reply_head
 from gateway.core.model_body import read_body
 from gateway.core.model_budget import Outcome, Reservation
 from gateway.core.model_refusal import ModelRefusal
-from gateway.core.model_request import Destination, Terms
+from gateway.core.model_request import Request
 from gateway.core.redact import Redactor
 from gateway.core.usage import JsonUsage, NoUsage, StreamUsage, UsageReader
 from gateway.core.verdict import CloseReason, DenyReason
@@ -44,13 +45,11 @@ class Phase(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """A request whose sender is known: whose it is, what it asks for, and of whom."""
+    """A request whose sender is known: whose it is, of whom, and what."""
 
     session: Session
     provider: Provider
-    destination: Destination
-    terms: Terms
-    head: Head
+    request: Request
 
 
 class Exchange:
@@ -66,12 +65,12 @@ class Exchange:
         self._client = client
         self._proxy = proxy
         self._ask = ask
-        self._route = ask.destination.route
+        self._route = ask.request.destination.route
         self._started = self._quiet_since = now
         self._phase = Phase.CONNECTING
         self._upstream: UpstreamConnection | None = None
-        self._chunks = ChunkedReader() if isinstance(ask.terms.framing, Chunked) else None
-        self._left = ask.terms.framing.length if isinstance(ask.terms.framing, ContentLength) else 0
+        self._chunks = ChunkedReader() if isinstance(ask.request.framing, Chunked) else None
+        self._left = ask.request.framing.length if isinstance(ask.request.framing, ContentLength) else 0
         # Whether request body bytes are still to come.
         self.receiving = self._chunks is not None or self._left > 0
         self._held: list[bytes] = []
@@ -100,9 +99,9 @@ class Exchange:
 
         The provider is asked at once, unless the body must be read first.
         """
-        framing = self._ask.terms.framing
+        framing = self._ask.request.framing
         if self._must_read():
-            if self._ask.terms.encoded:
+            if self._ask.request.terms.encoded:
                 self.refuse(
                     ModelRefusal(DenyReason.UNSUPPORTED_ENCODING, "This session's requests must not be compressed")
                 )
@@ -115,7 +114,7 @@ class Exchange:
         elif isinstance(framing, Chunked):
             self._open(b"transfer-encoding: chunked\r\n")
         else:
-            self._open(b"" if self._ask.head.method == b"GET" else b"content-length: 0\r\n")
+            self._open(b"" if self._ask.request.method == b"GET" else b"content-length: 0\r\n")
         if data and self.receiving:
             return self.receive(data)
         self._flush()
@@ -158,12 +157,12 @@ class Exchange:
     def pause(self) -> None:
         """The client does not take more now."""
         if self._upstream is not None:
-            self._upstream.transport.pause_reading()
+            self._upstream.pause()
 
     def resume(self) -> None:
         """The client takes more again."""
         if self._upstream is not None:
-            self._upstream.transport.resume_reading()
+            self._upstream.resume()
 
     def revoke(self, reason: CloseReason) -> None:
         """The session ended: so does everything in its name."""
@@ -228,7 +227,7 @@ class Exchange:
 
     def reply_started(self, status: int, head: bytes) -> None:
         self._reply_status = status
-        self._first_byte_at = self._proxy.now()
+        self._first_byte_at = time.monotonic()
         self._phase = Phase.REPLYING
         self._replay = None
         self._rechunk = not is_delimited(status, head)
@@ -239,7 +238,7 @@ class Exchange:
             # Some providers repeat the key in the error about it.
             self._redactor = Redactor(key)
             head = Redactor(key).feed(head)
-        close = self._ask.terms.close or self.receiving or self._proxy.draining
+        close = self._ask.request.terms.close or self.receiving or self._proxy.draining
         self._reply_head = reply_head(head, close=close, chunked=self._rechunk)
         self._plain = False
 
@@ -259,7 +258,7 @@ class Exchange:
         if self._rechunk:
             self._client.transport.write(LAST_CHUNK)
         self._usage.end()
-        close = self._ask.terms.close or self.receiving
+        close = self._ask.request.terms.close or self.receiving
         self._end(CloseReason.DONE, self._outcome(), reusable=reusable and not self.receiving)
         self._client.exchange_done(close=close)
 
@@ -276,7 +275,7 @@ class Exchange:
             self._pending, self._replay = self._replay, None
             self._pending_bytes = self._replay_bytes
             self._phase = Phase.CONNECTING
-            self._quiet_since = self._proxy.now()
+            self._quiet_since = time.monotonic()
             self._ask.provider.pool.acquire(self, fresh=True)
         else:
             self._upstream = None
@@ -299,7 +298,9 @@ class Exchange:
             return
         receiving = self.receiving
         self._end(refusal.reason, Outcome.CUT if self._sent_any else Outcome.KNOWN)
-        self._client.refuse(self._ask.destination.shape, refusal, close=receiving or self._ask.terms.close)
+        self._client.refuse(
+            self._ask.request.destination.shape, refusal, close=receiving or self._ask.request.terms.close
+        )
 
     def _time_out(self, message: str) -> None:
         if self._phase is Phase.REPLYING:
@@ -343,7 +344,7 @@ class Exchange:
         if not self._opened and isinstance(reason, DenyReason):
             self._proxy.report_refused(ask, reason)
         elif self._opened:
-            now = self._proxy.now()
+            now = time.monotonic()
             self._proxy.report_closed(
                 ask,
                 reason,
@@ -402,10 +403,11 @@ class Exchange:
         ask = self._ask
         self._opened = True
         self._proxy.report_allowed(ask)
-        line = b"%b %b%b HTTP/1.1" % (ask.head.method, ask.provider.url.base_path, ask.destination.target)
         self._phase = Phase.CONNECTING
-        self._quiet_since = self._proxy.now()
-        self._send(request_head(line, ask.head.headers, ask.provider.fixed_headers(), framing))
+        self._quiet_since = self._started
+        request, provider = ask.request, ask.provider
+        line = b"%b %b%b HTTP/1.1\r\n" % (request.method, provider.url.base_path, request.destination.target)
+        self._send(b"".join((line, provider.fixed_headers(), request.passed, framing, b"\r\n")))
         connection = ask.provider.pool.acquire(self)
         if connection is not None:
             self._attach(connection)
@@ -432,9 +434,8 @@ class Exchange:
             if self._replay is not None:
                 self._replay_bytes += self._pending_bytes
                 self._replay = self._replay + pending if self._replay_bytes <= MAX_REPLAY_BYTES else None
-            self._pending = []
-            self._pending_bytes = 0
-            self._upstream.transport.writelines(pending)
+            size, self._pending, self._pending_bytes = self._pending_bytes, [], 0
+            self._upstream.write(pending, size)
         if not self.receiving and self._phase is Phase.SENDING:
             self._phase = Phase.WAITING
 

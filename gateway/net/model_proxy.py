@@ -1,6 +1,7 @@
 """What all model connections of one gateway share: providers with their keys and pools, limits, the clock, the reports."""
 
 import asyncio
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
@@ -9,6 +10,7 @@ from gateway.access import AuditLog, ModelCost
 from gateway.config import GatewayConfig
 from gateway.contract.limits import GatewayLimits
 from gateway.core.model_refusal import ModelRefusal
+from gateway.core.model_request import RequestRules
 from gateway.core.providers import ANTHROPIC, SHAPES, Shape, parse_upstream
 from gateway.core.usage import TokenUsage
 from gateway.core.verdict import CloseReason, DenyReason
@@ -85,7 +87,6 @@ class ModelProxy:
         self, config: GatewayConfig, audit: AuditLog, metrics: Metrics, default_key: Callable[[], bytes]
     ) -> None:
         self.limits: GatewayLimits = config.limits
-        self.names = frozenset(name.lower() for name in config.listen.names)
         self.draining = False
         self._audit = audit
         self._metrics = metrics
@@ -105,7 +106,12 @@ class ModelProxy:
             )
             for each in model.provider
         }
-        self.shapes = {name: provider.shape for name, provider in self.providers.items()}
+        self.rules = RequestRules(
+            names=frozenset(name.lower() for name in config.listen.names),
+            default=self.default.shape,
+            others={name: provider.shape for name, provider in self.providers.items()},
+            max_head_bytes=self.limits.head_bytes,
+        )
         shortest = min(
             self.limits.head_timeout_ms,
             self.limits.model_connect_timeout_ms,
@@ -156,10 +162,6 @@ class ModelProxy:
         """A client connection is gone."""
         self._clients.discard(client)
 
-    def now(self) -> float:
-        """Seconds on the clock that deadlines are told in."""
-        return asyncio.get_running_loop().time()
-
     def drain(self) -> None:
         """Take no further requests: connections end when their present request has."""
         self.draining = True
@@ -177,7 +179,7 @@ class ModelProxy:
             await provider.pool.close()
 
     def _tick(self) -> None:
-        now = self.now()
+        now = time.monotonic()
         for client in list(self._clients):
             client.tick(now)
         idle = 0

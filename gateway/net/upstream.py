@@ -9,6 +9,7 @@ import logging
 import socket
 import ssl
 import struct
+import time
 from collections import OrderedDict, deque
 from ipaddress import ip_address
 from typing import Final, Protocol, cast
@@ -28,9 +29,8 @@ MAX_INTERIM_REPLIES: Final = 8
 # Below the idle limits of load balancers in common use (60 s and more), so that it is rarely they who close.
 KEEP_IDLE_S: Final = 55.0
 
-# linux/tcp.h: the first byte of struct tcp_info is the state, the 64 bits at 120 count bytes that the peer acknowledged.
+# linux/tcp.h: in struct tcp_info the 64 bits at 120 count the bytes that the peer acknowledged.
 _TCP_INFO_BYTES: Final = 128
-_TCP_ESTABLISHED: Final = 1
 _read_acknowledged: Final = struct.Struct("=Q").unpack_from
 _ACKNOWLEDGED_OFFSET: Final = 120
 
@@ -72,13 +72,14 @@ class UpstreamOwner(Protocol):
 class UpstreamConnection(asyncio.Protocol):
     """One connection to the provider; serves one exchange at a time."""
 
-    __slots__ = ("_acknowledged", "_complete", "_head", "_interims", "_owner", "_parser", "_pool", "_reusable", "_surplus",
-                 "_watch", "reused", "transport")  # fmt: skip
+    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_paused", "_pool",
+                 "_reusable", "_settled", "_surplus", "_watch", "_written", "reused", "transport")  # fmt: skip
 
     transport: asyncio.Transport
 
-    def __init__(self, pool: "UpstreamPool", watch: socket.socket) -> None:
+    def __init__(self, pool: "UpstreamPool", watch: socket.socket, *, over_tls: bool) -> None:
         self._pool = pool
+        self._over_tls = over_tls
         # A second descriptor of the same connection: how much the peer acknowledged is asked after the first is closed.
         self._watch = watch
         self._owner: UpstreamOwner | None = None
@@ -89,7 +90,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._reusable = False
         self._surplus = False
         self._interims = 0
-        self._acknowledged = 0
+        self._paused = False
+        self._written = 0
+        # Acknowledged bytes at the start (the SYN is one), and when the present request began.
+        self._before = 0
+        self._before = self._acknowledged()
+        self._settled = 0
         self.reused = False
 
     # --- for the exchange and the pool
@@ -100,27 +106,43 @@ class UpstreamConnection(asyncio.Protocol):
         self._head = b""
         self._complete = False
         self._interims = 0
+        # Over TLS the bytes on the wire are not those that were written, so the kernel is asked.
+        if self.reused and self._over_tls:
+            self._settled = self._acknowledged()
 
-    def is_alive(self) -> bool:
-        """Tell whether the peer still has its end open; remember how much it has acknowledged until now."""
-        info = self._tcp_info()
-        self._acknowledged = _read_acknowledged(info, _ACKNOWLEDGED_OFFSET)[0]
-        return info[0] == _TCP_ESTABLISHED and not self.transport.is_closing()
+    def write(self, data: list[bytes], size: int) -> None:
+        """Send `data`, which is `size` bytes long."""
+        self._written += size
+        self.transport.writelines(data)
+
+    def pause(self) -> None:
+        """Read no more until `resume`."""
+        self._paused = True
+        self.transport.pause_reading()
+
+    def resume(self) -> None:
+        """Read again."""
+        self._paused = False
+        self.transport.resume_reading()
 
     def took_nothing(self) -> bool:
-        """Tell whether the peer acknowledged no byte since the last `is_alive`.
+        """Tell whether the peer's kernel acknowledged no byte of the request that is being served.
 
         Then the request cannot have been acted on, and sending it again cannot double it (RFC 9110 §9.2.2 allows a retry
         if there are "means to detect that the original request was never applied").
         """
-        return self.reused and _read_acknowledged(self._tcp_info(), _ACKNOWLEDGED_OFFSET)[0] == self._acknowledged
+        return self.reused and self._acknowledged() == self._settled
 
     def release(self, *, reusable: bool) -> None:
         """Leave the exchange."""
         self._owner = None
         if reusable and not self._surplus and not self.transport.is_closing():
             self.reused = True
-            self.transport.resume_reading()
+            if not self._over_tls:
+                # All that was written was one whole request after the other, and each was answered.
+                self._settled = self._written
+            if self._paused:
+                self.resume()
             self._pool.put_back(self)
         else:
             self.transport.abort()
@@ -218,8 +240,11 @@ class UpstreamConnection(asyncio.Protocol):
         owner.upstream_lost(self, clean=False)
         self.transport.abort()
 
-    def _tcp_info(self) -> bytes:
-        return self._watch.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    def _acknowledged(self) -> int:
+        """Return how many bytes the peer's kernel has acknowledged since the connection was made."""
+        info = self._watch.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        count: int = _read_acknowledged(info, _ACKNOWLEDGED_OFFSET)[0]
+        return count - self._before
 
 
 class UpstreamPool:
@@ -249,9 +274,8 @@ class UpstreamPool:
         """Return a connection that is idle, or None: then `owner` is told later. `fresh` takes no idle one."""
         while self._idle and not fresh:
             connection, _ = self._idle.popitem()
-            if connection.is_alive():
+            if not connection.transport.is_closing():
                 return connection
-            connection.transport.abort()
         self._waiting.append(owner)
         self._dial()
         return None
@@ -272,10 +296,10 @@ class UpstreamPool:
         """Take a connection that an exchange has left in good order."""
         if self._closed:
             connection.transport.abort()
-        elif self._waiting and connection.is_alive():
+        elif self._waiting:
             self._waiting.popleft().upstream_ready(connection)
         else:
-            self._idle[connection] = asyncio.get_running_loop().time()
+            self._idle[connection] = time.monotonic()
 
     def forget(self, connection: UpstreamConnection) -> None:
         """A connection is gone."""
@@ -368,7 +392,7 @@ class UpstreamPool:
         watch = connected.sock.dup()
         try:
             _, connection = await loop.create_connection(
-                lambda: UpstreamConnection(self, watch),
+                lambda: UpstreamConnection(self, watch, over_tls=self._tls is not None),
                 sock=connected.sock,
                 ssl=self._tls,
                 server_hostname=url.host if self._tls is not None else None,

@@ -8,10 +8,12 @@ from hypothesis import strategies as st
 
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.chunked import MAX_CHUNKS, ChunkedError, ChunkedReader, encode_chunk
-from gateway.core.headers import reply_head, request_head
+from gateway.core.headers import passed_headers, reply_head
+from gateway.core.incomplete import INCOMPLETE
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_budget import ModelAccount, Outcome, Reservation
 from gateway.core.model_refusal import ModelRefusal, encode_refusal
+from gateway.core.model_request import Request, RequestReader, RequestRules
 from gateway.core.providers import ANTHROPIC, OPENAI, SHAPES, BodyRule, ProviderSettings, parse_upstream
 from gateway.core.redact import Redactor
 from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, JsonUsage, StreamUsage, TokenUsage
@@ -59,6 +61,46 @@ def test_a_body_of_very_many_chunks_is_refused() -> None:
     reader.feed(b"1\r\nx\r\n" * MAX_CHUNKS)
     with pytest.raises(ChunkedError, match="too many"):
         reader.feed(b"1\r\nx\r\n")
+
+
+# --- request heads
+
+RULES = RequestRules(names=frozenset({"gateway"}), default=ANTHROPIC, others={b"openai": OPENAI}, max_head_bytes=400)
+LINES = st.sampled_from(
+    [
+        b"Host: x", b"host: y", b"x-api-key: t", b"x-api-key: u", b"Content-Length: 5", b"Content-Length: 17",
+        b"content-length: 99", b"Content-Length: 0", b"Content-Length: +5", b"Content-Length: 5, 5", b"CONTENT-LENGTH: 5",
+        b"Content-Length:  5", b"Transfer-Encoding: chunked", b"X-A: Content-Length: 5", b"Expect: 100-continue",
+    ]
+)  # fmt: skip
+HEADS = st.builds(
+    lambda line, lines, end: b"\r\n".join([line, *lines]) + end,
+    st.sampled_from(
+        [
+            b"POST /model/s1/v1/messages HTTP/1.1",
+            b"POST /model/s2/v1/messages HTTP/1.1",
+            b"GET /model/s1/v1/models HTTP/1.1",
+        ]
+    ),
+    st.lists(LINES, max_size=5),
+    st.sampled_from([b"\r\n\r\n", b"\r\n\r\nbody", b"\r\n", b"\r\nContent-Length: 5\r\n\r\n"]),
+)
+
+
+@given(heads=st.lists(HEADS, max_size=12))
+def test_what_is_remembered_of_one_head_never_changes_the_reading_of_the_next(heads: list[bytes]) -> None:
+    remembering = RequestReader(RULES)
+    for head in heads:
+        assert remembering.read(head) == RequestReader(RULES).read(head)
+
+
+@given(data=st.binary(max_size=100), head=HEADS)
+def test_every_beginning_of_a_head_is_incomplete_or_refused_as_the_whole(data: bytes, head: bytes) -> None:
+    assert RequestReader(RULES).read(data) is not None
+    whole = RequestReader(RULES).read(head)
+    if isinstance(whole, Request):
+        for size in range(whole.size):
+            assert RequestReader(RULES).read(head[:size]) is INCOMPLETE
 
 
 # --- redactor
@@ -140,10 +182,8 @@ def test_the_models_name_is_short_and_ascii_in_the_log() -> None:
 
 
 def test_a_header_named_by_connection_is_dropped_even_when_it_is_wanted_elsewhere() -> None:
-    head = request_head(
-        b"GET / HTTP/1.1", [(b"connection", b"close, anthropic-beta"), (b"anthropic-beta", b"x")], b"", b""
-    )
-    assert head == b"GET / HTTP/1.1\r\n\r\n"
+    headers = [(b"connection", b"close, anthropic-beta"), (b"anthropic-beta", b"x"), (b"x-a", b"y")]
+    assert passed_headers(headers) == b"x-a: y\r\n"
 
 
 @pytest.mark.parametrize("line", [b"connection: content-length, transfer-encoding, X-A\r\n", b"Connection:X-A\r\n"])
