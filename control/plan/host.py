@@ -221,7 +221,7 @@ def _container(
             "Init": True,
             "Privileged": False,
             "CapDrop": ["ALL"],
-            "SecurityOpt": ["no-new-privileges:true"],
+            "SecurityOpt": ["no-new-privileges=true"],
             "ReadonlyRootfs": True,
             "MaskedPaths": list(MASKED_PATHS),
             "ReadonlyPaths": list(READONLY_PATHS),

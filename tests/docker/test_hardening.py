@@ -192,7 +192,7 @@ async def test_io_uring_and_vsock_are_open_under_the_engines_own_profile(sandbox
         "print(socket.socket(40, socket.SOCK_STREAM).fileno() >= 0)"
     )
     ended = await sandboxes.run(
-        f'python3 -c "{probe}"', change={"SecurityOpt": ["no-new-privileges:true", "seccomp=unconfined"]}
+        f'python3 -c "{probe}"', change={"SecurityOpt": ["no-new-privileges=true", "seccomp=unconfined"]}
     )
     opened = ended.stdout.split()
     if ended.exit.exit_code != 0:
@@ -279,7 +279,7 @@ async def test_cis_5_19_to_5_22_ulimits_propagation_uts_and_seccomp(inspected: d
 async def test_cis_5_25_to_5_29_cgroup_privileges_health_pids_bridge(inspected: dict[str, Any]) -> None:
     config = inspected["HostConfig"]
     assert config["CgroupParent"] == ""
-    assert "no-new-privileges:true" in config["SecurityOpt"]
+    assert "no-new-privileges=true" in config["SecurityOpt"]
     # 5.27 wants a health check; ours is the runner's ping, which an image cannot fake or run code by.
     assert inspected["Config"]["Healthcheck"] == {"Test": ["NONE"]}
     assert config["PidsLimit"] == SMALL.pids

@@ -32,7 +32,7 @@ def test_every_container_of_the_host_is_hardened(planned: ContainerPlan) -> None
     assert config["ReadonlyRootfs"] is True
     assert config["CapDrop"] == ["ALL"]
     assert config["Privileged"] is False
-    assert "no-new-privileges:true" in config["SecurityOpt"]
+    assert "no-new-privileges=true" in config["SecurityOpt"]
     assert config["Memory"] == config["MemorySwap"] == 256 * MIB
     assert config["PidsLimit"] == 64
     assert config["IpcMode"] == config["CgroupnsMode"] == "private"
