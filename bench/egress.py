@@ -1,0 +1,307 @@
+"""Scenarios of the egress proxy, run in interleaved rounds: every peer once a round, in another order each time."""
+
+import random
+import tempfile
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from bench.load import Client, LoadError, Server
+from bench.measure import Usage, Window, run_client
+from bench.names import ZONE, NameServer, client_hello
+from bench.peers import Peer
+from bench.peers.base import CheckError, Ground
+from bench.processes import NotRunningError, rss_bytes
+from bench.records import Record, Run
+
+SUITE: Final = "egress"
+_PLAIN_NAME: Final = f"plain.{ZONE}"
+_TLS_NAME: Final = f"tls.{ZONE}"
+_GB: Final = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """How long and how often. `seconds` is the length of one measurement."""
+
+    rounds: int = 3
+    seconds: float = 3.0
+    connections: int = 20_000
+    idle_tunnels: int = 5_000
+    concurrency: int = 32
+
+
+@dataclass(slots=True)
+class Stage:
+    """What scenarios run on."""
+
+    settings: Settings
+    server: Server
+    ground: Ground
+    hello: Path
+
+
+class Scenario(ABC):
+    """One question put to a peer. `result` fills in the values and returns the clients' own results for comparison."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def applies(self, peer: Peer, stage: Stage) -> bool:
+        """Tell whether the question makes sense for this peer."""
+        del peer, stage
+        return True
+
+    @abstractmethod
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        """Measure; fill `record.values`. Returns the results of all load clients."""
+
+
+def _take_usage(record: Record, usage: Usage) -> None:
+    record.limited_by = usage.limited_by()
+    record.foreign_cpu = round(usage.foreign_share, 3)
+
+
+class Bulk(Scenario):
+    """Bytes through 1, 16 or 256 tunnels."""
+
+    def __init__(self, tunnels: int, direction: str) -> None:
+        super().__init__(f"bulk-{tunnels}-{direction}")
+        self.tunnels = tunnels
+        self.direction = direction
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        # Until buffers and pipes are full, what is sent is not yet what is moved.
+        warmup = 0.5 if self.tunnels < 100 else 1.5
+        options = ["--tunnels", str(self.tunnels), "--direction", self.direction]
+        options += ["--seconds", str(stage.settings.seconds), "--warmup", str(warmup)]
+        client = Client("bulk", peer.route(), options)
+        result, usage = run_client(client, peer.pids(), stage.server, settled=False)
+        _take_usage(record, usage)
+        record.values["gb_per_s"] = result["bytes"] / result["seconds"] / _GB
+        if result["bytes"]:
+            record.values["cpu_s_per_gb"] = usage.peer / (result["bytes"] / _GB)
+        if result["most_bytes"]:
+            record.values["fairness"] = result["least_bytes"] / result["most_bytes"]
+        return [result]
+
+
+class Connections(Scenario):
+    """Connections one after the other: CONNECT, one byte there and back, close; with a ClientHello first for TLS."""
+
+    def __init__(self, *, tls: bool = False, concurrency: int | None = None) -> None:
+        super().__init__("connections" + ("-tls" if tls else "") + (f"-{concurrency}" if concurrency else ""))
+        self._tls = tls
+        self._concurrency = concurrency
+
+    def applies(self, peer: Peer, stage: Stage) -> bool:
+        return not self._tls or bool(stage.ground.tls)
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        settings = stage.settings
+        options = ["--concurrency", str(self._concurrency or settings.concurrency)]
+        if self._tls:
+            options += ["--hello", str(stage.hello)]
+        route = peer.route(tls=self._tls)
+        warmup = Client("connect", route, [*options, "--total", str(max(200, settings.connections // 20))]).run()
+        client = Client("connect", route, [*options, "--total", str(settings.connections)])
+        result, usage = run_client(client, peer.pids(), stage.server, settled=True)
+        _take_usage(record, usage)
+        record.values["connections_per_s"] = result["connections"] / result["seconds"]
+        record.values["cpu_us_per_connection"] = usage.peer / result["connections"] * 1e6
+        _take_latency(record, result)
+        return [warmup, result]
+
+
+def _take_latency(record: Record, result: dict[str, Any]) -> None:
+    latency = result.get("latency_us", {})
+    record.values.update({f"{name}_us": latency[name] for name in ("p50", "p99", "p999") if name in latency})
+
+
+class Echo(Scenario):
+    """One byte back and forth: what the peer adds to each message. Beside it nothing, bulk, or readers that stalled."""
+
+    def __init__(self, name: str, *, tunnels: int = 1, bulk: int = 0, stalled: int = 0) -> None:
+        super().__init__(name)
+        self._tunnels = tunnels
+        self._bulk = bulk
+        self._stalled = stalled
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        route, seconds = peer.route(), stage.settings.seconds
+        beside: list[Client] = []
+        if self._stalled:
+            stalled = Client("idle", route, ["--tunnels", str(self._stalled), "--stalled"])
+            stalled.start()
+            beside.append(stalled)
+            stalled.wait_open()
+        if self._bulk:
+            options = ["--tunnels", str(self._bulk), "--seconds", str(seconds + 1), "--warmup", "0.2"]
+            bulk = Client("bulk", route, options)
+            bulk.start()
+            beside.append(bulk)
+        try:
+            options = ["--tunnels", str(self._tunnels), "--seconds", str(seconds)]
+            result, usage = run_client(Client("echo", route, options), peer.pids(), stage.server, settled=False)
+        finally:
+            others = [client.finish() for client in beside]
+        if self._stalled:
+            others[0]["cut_off"] = True
+        _take_latency(record, result)
+        if beside:
+            record.values["bulk_gb_per_s"] = sum(other.get("bytes", 0) for other in others) / (seconds + 1) / _GB
+        else:
+            _take_usage(record, usage)
+            messages = result["latency_us"]["count"] if "latency_us" in result else 0
+            if messages:
+                record.values["cpu_us_per_message"] = usage.peer / messages / 2 * 1e6
+        return [result, *others]
+
+
+class Idle(Scenario):
+    """Memory of tunnels that are only open."""
+
+    _STEPS: Final = (0.2, 0.5, 1.0)
+
+    def __init__(self) -> None:
+        super().__init__("idle")
+
+    def applies(self, peer: Peer, stage: Stage) -> bool:
+        del stage
+        return peer.name != "direct"
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        wanted, held = stage.settings.idle_tunnels, 0
+        clients: list[Client] = []
+        empty = rss_bytes(peer.pids())
+        record.values["rss_mb_0"] = empty / 1e6
+        try:
+            for part in self._STEPS:
+                more = int(wanted * part) - held
+                client = Client("idle", peer.route(), ["--tunnels", str(more)])
+                client.start()
+                clients.append(client)
+                held += client.wait_open()["tunnels"]
+                record.values[f"rss_mb_{int(wanted * part)}"] = rss_bytes(peer.pids()) / 1e6
+            full = rss_bytes(peer.pids())
+        finally:
+            results = [client.finish() for client in clients]
+        record.values["rss_mb"] = full / 1e6
+        if held:
+            record.values["rss_kib_per_tunnel"] = (full - empty) / held / 1024
+        return results
+
+
+def scenarios() -> list[Scenario]:
+    """Return all scenarios, in the order they are run."""
+    found: list[Scenario] = [
+        Bulk(tunnels, direction) for tunnels in (1, 16, 256) for direction in ("down", "up", "both")
+    ]
+    found += [Connections(), Connections(tls=True)]
+    found += [
+        Echo("echo"),
+        Echo("echo-64", tunnels=64),
+        Echo("echo-under-bulk", bulk=4),
+        Echo("echo-stalled-readers", bulk=1, stalled=100),
+    ]
+    found.append(Idle())
+    return found
+
+
+def scaling() -> list[Scenario]:
+    """Return the scenarios of the curves: throughput and rate against the number of tunnels, from one to thousands."""
+    found: list[Scenario] = [Bulk(tunnels, "down") for tunnels in (4, 64, 1000)]
+    found += [Connections(concurrency=number) for number in (1, 8, 128, 512)]
+    return found
+
+
+def choose(names: Sequence[str], *, curves: bool) -> list[Scenario]:
+    """Return the scenarios that are named in full or by their beginning; all without a name. Raises ValueError."""
+    known = scenarios() + (scaling() if curves else [])
+    if not names:
+        return known
+    found = [each for each in known if any(each.name == name or each.name.startswith(name + "-") for name in names)]
+    if not found:
+        raise ValueError(f"no such scenario; there are {', '.join(each.name for each in known)}")
+    return found
+
+
+def run(
+    run_: Run, peers: Sequence[Peer], chosen: Sequence[Scenario], settings: Settings, say: Callable[[str], None]
+) -> None:
+    """Run the rounds and add their records to `run_`. `say` is told of each step."""
+    # Port 443 of a loopback address that most likely nothing else uses.
+    tls_address = "127.{}.{}.1".format(*random.sample(range(16, 240), 2))
+    try:
+        server = Server(["127.0.0.1:0", f"{tls_address}:443"])
+    except LoadError as error:
+        run_.notes.append(f"without TLS scenarios: {error}")
+        server = Server(["127.0.0.1:0"])
+    plain = server.addresses[0]
+    tls = server.addresses[1] if len(server.addresses) > 1 else ""
+    names = NameServer({_PLAIN_NAME: "127.0.0.1", _TLS_NAME: tls_address})
+    port = plain.rpartition(":")[2]
+    ground = Ground(plain, f"{_PLAIN_NAME}:{port}", tls, f"{_TLS_NAME}:443" if tls else "", names.address)
+    try:
+        with tempfile.TemporaryDirectory(prefix="bench-hello-") as directory:
+            hello = Path(directory) / "hello"
+            hello.write_bytes(client_hello(_TLS_NAME))
+            stage = Stage(settings, server, ground, hello)
+            for number in range(settings.rounds):
+                shift = number % max(1, len(peers))
+                _run_round(run_, [*peers[shift:], *peers[:shift]], chosen, stage, number, say)
+    finally:
+        names.close()
+        server.stop()
+
+
+def _run_round(
+    run_: Run,
+    peers: Sequence[Peer],
+    chosen: Sequence[Scenario],
+    stage: Stage,
+    number: int,
+    say: Callable[[str], None],
+) -> None:
+    started: list[Peer] = []
+    try:
+        for peer in peers:
+            try:
+                peer.start(stage.ground)
+            except (CheckError, NotRunningError, LoadError) as error:
+                run_.notes.append(f"{peer.name} did not start: {error}")
+                continue
+            started.append(peer)
+            run_.peers.setdefault(
+                peer.name,
+                {"about": peer.about(), "checks": peer.checks, "forward_proxy": peer.is_forward_proxy},
+            )
+        for scenario in chosen:
+            for peer in started:
+                if not scenario.applies(peer, stage):
+                    continue
+                say(f"round {number + 1}/{stage.settings.rounds}: {scenario.name}: {peer.name}")
+                run_.records.append(_measure(scenario, peer, stage, number))
+    finally:
+        for peer in started:
+            peer.stop()
+
+
+def _measure(scenario: Scenario, peer: Peer, stage: Stage, number: int) -> Record:
+    record = Record(SUITE, scenario.name, peer.name, number, {})
+    try:
+        results = scenario.run(peer, stage, record)
+    except LoadError as error:
+        record.problems.append(str(error))
+        return record
+    record.raw["clients"] = results
+    for result in results:
+        if result["errors"]:
+            record.problems.append(f"{result['errors']} errors, the first: {result['first_error']}")
+    record.problems += peer.compare(results)
+    return record
+
+
+__all__ = ["SUITE", "Settings", "Window", "choose", "run", "scaling", "scenarios"]

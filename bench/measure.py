@@ -1,0 +1,89 @@
+"""Runs a load client against a peer and accounts for the CPU of everybody: peer, load, server, and the rest of the machine."""
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from bench.load import Client, Server
+from bench.machine import Busy
+from bench.processes import cpu_seconds, settled_cpu_seconds
+
+# A process that works for this part of the time is what limits the run.
+_SATURATED: Final = 0.93
+# More of the machine than this in other hands makes rates (not CPU seconds) doubtful.
+FOREIGN_LIMIT: Final = 0.10
+
+
+@dataclass(slots=True)
+class Usage:
+    """CPU seconds and wall seconds of a measured window."""
+
+    peer: float
+    load: float
+    server: float
+    machine: float
+    seconds: float
+
+    @property
+    def foreign_share(self) -> float:
+        """The part of the machine that neither peer, load nor server used."""
+        capacity = self.seconds * _cores()
+        return max(0.0, (self.machine - self.peer - self.load - self.server) / capacity) if capacity else 0.0
+
+    def limited_by(self) -> str:
+        """Say what was saturated. The load first: when it is, the peer's rate is only a lower bound."""
+        if not self.seconds:
+            return ""
+        if max(self.load, self.server) / self.seconds > _SATURATED:
+            return "load"
+        if self.peer / self.seconds > _SATURATED:
+            return "peer"
+        if self.machine / self.seconds / _cores() > _SATURATED:
+            return "machine"
+        return "waiting"
+
+
+def _cores() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+class Window:
+    """Takes the readings at both ends of a client's measured window."""
+
+    def __init__(self, pids: Sequence[int], server: Server) -> None:
+        self._pids = list(pids)
+        self._server = server
+        self._start: tuple[float, float, float] | None = None
+        self._stop: tuple[float, float, float] | None = None
+
+    def _read(self) -> tuple[float, float, float]:
+        return cpu_seconds(self._pids), cpu_seconds([self._server.pid]), Busy.now().busy
+
+    def on_event(self, event: str) -> None:
+        """Take a reading at `start` and at `stop`."""
+        if event == "start":
+            self._start = self._read()
+        elif event == "stop":
+            self._stop = self._read()
+
+    def usage(self, result: dict[str, Any], *, settled: bool) -> Usage:
+        """Return what was used. `settled`: the peer's late work (closing, logging) belongs to the run as well."""
+        assert self._start is not None
+        assert self._stop is not None
+        peer = settled_cpu_seconds(self._pids) if settled else self._stop[0]
+        return Usage(
+            peer=peer - self._start[0],
+            load=result["load_cpu_s"],
+            server=self._stop[1] - self._start[1],
+            machine=self._stop[2] - self._start[2],
+            seconds=result["seconds"],
+        )
+
+
+def run_client(client: Client, pids: Sequence[int], server: Server, *, settled: bool) -> tuple[dict[str, Any], Usage]:
+    """Run a client to its end; return its result and who used how much CPU in the measured window."""
+    window = Window(pids, server)
+    client.on_event = window.on_event
+    result = client.run()
+    return result, window.usage(result, settled=settled)

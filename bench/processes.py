@@ -1,0 +1,160 @@
+"""Processes that a benchmark starts: unprivileged, watched, and stopped again, each by its own id."""
+
+import os
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Final
+
+# Users for peers when the benchmark runs as root; 60578 to 60705 are unassigned in systemd's table of ids. Each peer has
+# its own, because the kernel counts pipe pages by user.
+FIRST_UID: Final = 60620
+_TICK: Final = os.sysconf("SC_CLK_TCK")
+_PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+class NotRunningError(Exception):
+    """A process ended or never became ready; the message holds what it logged."""
+
+
+class Process:
+    """A running program and its children. `uid` is only used when the benchmark itself is root."""
+
+    def __init__(
+        self,
+        argv: Sequence[str],
+        *,
+        log: Path,
+        uid: int | None = None,
+        cwd: Path | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> None:
+        user = uid if os.geteuid() == 0 else None
+        self._log = log
+        with log.open("ab") as output:
+            self._process = subprocess.Popen(
+                argv,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=cwd,
+                env=environment,
+                user=user,
+                group=user,
+                extra_groups=None if user is None else [],
+                start_new_session=True,
+            )
+
+    @property
+    def pid(self) -> int:
+        """The id of the first process."""
+        return self._process.pid
+
+    def pids(self) -> list[int]:
+        """Return the ids of the program's processes, the first one first."""
+        return family(self.pid)
+
+    def log(self) -> str:
+        """Return the end of what it has written."""
+        return self._log.read_text(errors="replace")[-4000:]
+
+    def wait_for(self, ready: Callable[[], bool], what: str, seconds: float = 20) -> None:
+        """Wait until `ready` says so. Raises NotRunningError when the process ends first or takes too long."""
+        end = time.monotonic() + seconds
+        while not ready():
+            if self._process.poll() is not None or time.monotonic() > end:
+                raise NotRunningError(f"{what} did not come up:\n{self.log()}")
+            time.sleep(0.02)
+
+    def stop(self) -> None:
+        """End the program and its children, kindly first."""
+        pids = self.pids()
+        if self._process.poll() is None:
+            self._process.send_signal(signal.SIGTERM)
+        try:
+            self._process.wait(5)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        for pid in pids[1:]:
+            try:
+                if os.getsid(pid) == self.pid:
+                    os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+
+
+def family(pid: int) -> list[int]:
+    """Return `pid` and all its living descendants."""
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            fields = _stat(int(entry.name))
+            if fields:
+                children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, index = [pid], 0
+    while index < len(found):
+        found += children.get(found[index], [])
+        index += 1
+    return found
+
+
+def _stat(pid: int) -> list[str]:
+    """Return the fields of /proc/PID/stat from the state on (proc_pid_stat(5)); empty when there is no process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return []
+
+
+def cpu_seconds(pids: Sequence[int]) -> float:
+    """Return the user and system seconds of processes, all threads together."""
+    ticks = 0
+    for pid in pids:
+        fields = _stat(pid)
+        if fields:
+            ticks += int(fields[11]) + int(fields[12])
+    return ticks / _TICK
+
+
+def rss_bytes(pids: Sequence[int]) -> int:
+    """Return the resident memory of processes."""
+    pages = 0
+    for pid in pids:
+        try:
+            pages += int(Path(f"/proc/{pid}/statm").read_text().split()[1])
+        except OSError:
+            continue
+    return pages * _PAGE
+
+
+def settled_cpu_seconds(pids: Sequence[int], limit_s: float = 2.0) -> float:
+    """Return the CPU seconds of processes once they have stopped working: what ends late belongs to the run."""
+    end = time.monotonic() + limit_s
+    used = cpu_seconds(pids)
+    while time.monotonic() < end:
+        time.sleep(0.05)
+        now = cpu_seconds(pids)
+        if now == used:
+            break
+        used = now
+    return used
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """Return a TCP port that nobody listens on at the moment."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def accepts(port: int, host: str = "127.0.0.1") -> bool:
+    """Tell whether somebody listens on a port."""
+    try:
+        with socket.create_connection((host, port), timeout=1):
+            return True
+    except OSError:
+        return False
