@@ -14,7 +14,7 @@ from typing import Any, Final
 
 from control.docker.engine import Engine, Executed
 from control.docker.types import EngineError, NotFoundError
-from control.host import firewall, routes
+from control.plan import firewall, routes
 from control.plan.container import LABEL_HOST, LABEL_ROLE, ROLE_SANDBOX, ContainerPlan
 from control.plan.host import (
     LABEL_PLAN,
@@ -23,6 +23,7 @@ from control.plan.host import (
     forwarder_container,
     network_arguments,
     network_problems,
+    preflight_container,
     volumes_container,
 )
 
@@ -43,10 +44,10 @@ class Host:
         the network that they close.
         """
         containers = await self._containers(plan)
-        changes = await self._ensure(containers.firewall)
-        if problems := await self._route_problems(plan, containers.firewall.name):
+        if problems := await self._route_problems(plan, containers.preflight):
             raise EngineError(f"This host cannot have the sandbox network: {'; '.join(problems)}.")
-        changes += await self._ensure_rules(plan, containers.firewall.name)
+        changes = await self._ensure(containers.firewall)
+        changes += await self._ensure_rules(plan, containers.firewall.name, fresh=bool(changes))
         changes += await self._ensure_network(plan)
         changes += await self._ensure(containers.volumes)
         changes += await self._ensure(containers.forwarder)
@@ -105,6 +106,7 @@ class Host:
             forwarder=forwarder_container(plan, self._host_id, forwarder, _user_ids(plan.forwarder.user)),
             volumes=volumes_container(plan, self._host_id, helper),
             firewall=firewall_container(plan, self._host_id, helper),
+            preflight=preflight_container(plan, self._host_id, helper),
         )
 
     async def _image(self, reference: str) -> str:
@@ -151,16 +153,26 @@ class Host:
             if not await self._container_problems(plan):
                 return []
             await self._engine.call(lambda api: api.remove_container(plan.name, force=True, v=True))
-        await self._engine.call(lambda api: api.create_container_from_config(plan.body, plan.name))
-        await self._engine.call(lambda api: api.start(plan.name))
+        await self._start(plan)
         return [f"{'replaced' if found else 'started'} the container {plan.name}"]
 
-    async def _route_problems(self, plan: HostPlan, helper: str) -> list[str]:
-        listing = await self._execute(helper, routes.ROUTES_COMMAND)
+    async def _start(self, plan: ContainerPlan) -> None:
+        await self._engine.call(lambda api: api.create_container_from_config(plan.body, plan.name))
+        await self._engine.call(lambda api: api.start(plan.name))
+
+    async def _route_problems(self, plan: HostPlan, helper: ContainerPlan) -> list[str]:
+        # One that a cut run left behind.
+        await self._remove_container(helper.name)
+        await self._start(helper)
+        try:
+            listing = await self._execute(helper.name, routes.ROUTES_COMMAND)
+        finally:
+            await self._remove_container(helper.name)
         return routes.problems(listing.stdout, plan.network)
 
-    async def _ensure_rules(self, plan: HostPlan, helper: str) -> list[str]:
-        if not await self.firewall_problems(plan):
+    async def _ensure_rules(self, plan: HostPlan, helper: str, *, fresh: bool) -> list[str]:
+        # A fresh helper may still be about to load them itself; to load them twice changes nothing.
+        if not fresh and not await self.firewall_problems(plan):
             return []
         await self._execute(helper, firewall.load_command(plan.network, firewall.rules(plan.network)))
         if problems := await self.firewall_problems(plan):
@@ -232,11 +244,12 @@ class Host:
 
 @dataclass(frozen=True, slots=True)
 class _Containers:
-    """The three containers of a host."""
+    """The three containers of a host, and the one that only looks."""
 
     forwarder: ContainerPlan
     volumes: ContainerPlan
     firewall: ContainerPlan
+    preflight: ContainerPlan
 
 
 def _user_ids(user: str) -> tuple[int, int]:

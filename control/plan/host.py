@@ -3,12 +3,14 @@
 import hashlib
 import json
 import re
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
+from control.plan import firewall
 from control.plan.container import (
     LABEL_HOST,
     LABEL_ROLE,
@@ -47,7 +49,8 @@ class ForwarderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True,
     # Above every idle limit of the gateway and the longest session, so that never the forwarder ends a connection.
     idle_timeout_s: int = 25 * 3600
     memory_bytes: int = 256 * MIB
-    pids: int = 64
+    # HAProxy runs a thread for each CPU, at most 64.
+    pids: int = 256
 
     def problems(self) -> list[str]:
         """Return every problem as a sentence that begins with the field."""
@@ -138,22 +141,22 @@ def firewall_container(plan: HostPlan, host_id: str, image: str) -> ContainerPla
     """Return the helper that loads and reads firewall rules: the host's network and CAP_NET_ADMIN, nothing to read.
 
     Through it control, which has no privilege but the engine's socket, sees the rules of the very network namespace in
-    which the engine makes bridges.
+    which the engine makes bridges. It loads them whenever the engine starts it, so that they are there after a reboot.
     """
-    return _container(
+    load = shlex.join(firewall.load_command(plan.network, firewall.rules(plan.network)))
+    return _host_network_container(
         helper_name(plan, ROLE_FIREWALL),
-        ROLE_FIREWALL,
         host_id,
         image,
-        {"User": "0:0"},
-        {
-            "NetworkMode": "host",
-            "CapAdd": ["NET_ADMIN"],
-            "Memory": 256 * MIB,
-            "MemorySwap": 256 * MIB,
-            "PidsLimit": 64,
-        },
+        {"Cmd": ["sh", "-c", f"{load} && exec sleep infinity"]},
+        {"CapAdd": ["NET_ADMIN"]},
     )
+
+
+def preflight_container(plan: HostPlan, host_id: str, image: str) -> ContainerPlan:
+    """Return a helper that lives for the look at the host's routes, before anything is made or changed."""
+    name = f"{helper_name(plan, ROLE_FIREWALL)}-preflight"
+    return _host_network_container(name, host_id, image, {"Cmd": ["sleep", "60"]}, {"RestartPolicy": {"Name": "no"}})
 
 
 def network_arguments(plan: HostPlan, host_id: str) -> dict[str, Any]:
@@ -206,6 +209,25 @@ def _network_options(network: NetworkSettings) -> dict[str, str]:
         f"{_BRIDGE_OPTION}.inhibit_ipv4": "true",
         f"{_BRIDGE_OPTION}.enable_ip_masquerade": "false",
     }
+
+
+def _host_network_container(
+    name: str, host_id: str, image: str, body: Mapping[str, Any], host_config: Mapping[str, Any]
+) -> ContainerPlan:
+    return _container(
+        name,
+        ROLE_FIREWALL,
+        host_id,
+        image,
+        {"User": "0:0", **body},
+        {
+            "NetworkMode": "host",
+            "Memory": 256 * MIB,
+            "MemorySwap": 256 * MIB,
+            "PidsLimit": 64,
+            **host_config,
+        },
+    )
 
 
 def _container(

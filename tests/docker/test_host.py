@@ -79,6 +79,16 @@ async def test_a_single_missing_rule_is_told_and_mended(service: DockerService, 
     ]
 
 
+async def test_rules_are_loaded_by_the_engine_itself_as_after_a_reboot(
+    service: DockerService, plan: HostPlan, client: docker.DockerClient
+) -> None:
+    await service._engine.execute("opificia-sandbox-firewall", ["nft", "flush", "ruleset"])
+    await asyncio.to_thread(client.api.restart, "opificia-sandbox-firewall", 5)
+    async with asyncio.timeout(10):
+        while await service.verify_host(plan):
+            await asyncio.sleep(0.05)
+
+
 async def test_rules_survive_an_engines_restart(service: DockerService, plan: HostPlan, engine: PrivateEngine) -> None:
     await asyncio.to_thread(engine.restart)
     async with asyncio.timeout(30):
@@ -185,9 +195,9 @@ async def test_a_subnet_with_a_route_of_the_host_is_refused_before_anything_is_m
         assert client.networks.list(names=["other"]) == []
         listing = await service._engine.execute("opificia-sandbox-firewall", ["nft", "list", "tables"])
         assert "other0" not in listing.stdout
+        assert [container.name for container in client.containers.list(all=True, filters={"name": "other"})] == []
     finally:
         await host("ip", "link", "del", "taken0")
-        client.api.remove_container("other-firewall", force=True)
 
 
 @pytest.mark.parametrize(

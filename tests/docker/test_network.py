@@ -9,7 +9,7 @@ from typing import Final
 import pytest
 
 from control.docker.service import DockerService
-from control.host import firewall
+from control.plan import firewall
 from control.plan.host import HostPlan
 from tests.docker.sandboxes import Sandbox, Sandboxes
 from tests.support.engine import PrivateEngine

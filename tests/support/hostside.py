@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
-from control.host.firewall import load_command, rules
 from control.plan.container import LABEL_ROLE, ROLE_FIREWALL
+from control.plan.firewall import load_command, rules
 from control.plan.network import NetworkSettings
 from tests.support.dns_server import DnsServer, Records
 from tests.support.engine import PrivateEngine

@@ -1,11 +1,12 @@
 """What the host is to have: forwarder, helpers, network, firewall rules, a free subnet. One test a line."""
 
 import json
+import shlex
 from typing import Any
 
 import pytest
 
-from control.host import firewall, routes
+from control.plan import firewall, routes
 from control.plan.container import ContainerPlan, ImageSettings
 from control.plan.host import (
     ForwarderSettings,
@@ -14,6 +15,7 @@ from control.plan.host import (
     forwarder_container,
     network_arguments,
     network_problems,
+    preflight_container,
     volumes_container,
 )
 from control.plan.network import NetworkSettings
@@ -34,7 +36,7 @@ def test_every_container_of_the_host_is_hardened(planned: ContainerPlan) -> None
     assert config["Privileged"] is False
     assert "no-new-privileges=true" in config["SecurityOpt"]
     assert config["Memory"] == config["MemorySwap"] == 256 * MIB
-    assert config["PidsLimit"] == 64
+    assert 0 < config["PidsLimit"] <= 256
     assert config["IpcMode"] == config["CgroupnsMode"] == "private"
     assert config["LogConfig"]["Config"] == {"max-size": str(MIB), "max-file": "2"}
     assert config["Init"] is True
@@ -81,6 +83,19 @@ def test_firewall_helper_may_change_the_hosts_network_and_sees_no_file_of_it() -
     assert config["NetworkMode"] == "host"
     assert config["CapAdd"] == ["NET_ADMIN"]
     assert "Mounts" not in config
+
+
+def test_firewall_helper_loads_the_rules_whenever_the_engine_starts_it() -> None:
+    shell, option, script = FIREWALL.body["Cmd"]
+    assert (shell, option) == ("sh", "-c")
+    load = firewall.load_command(NETWORK, firewall.rules(NETWORK))
+    assert shlex.split(script) == [*load, "&&", "exec", "sleep", "infinity"]
+
+
+def test_the_look_at_the_hosts_routes_may_change_nothing() -> None:
+    config = preflight_container(PLAN, "h1", "sha256:bb").body["HostConfig"]
+    assert "CapAdd" not in config
+    assert config["RestartPolicy"] == {"Name": "no"}
 
 
 def test_another_setting_or_image_gives_another_plan_label() -> None:
