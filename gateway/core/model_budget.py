@@ -48,12 +48,14 @@ class ModelAccount:
     """What one session asks of models. Times are seconds of one monotonic clock."""
 
     __slots__ = ("_budget", "_input_before", "_output_before", "_reserved_input", "_reserved_output", "_starts", "_tokens",
-                 "in_flight", "requests")  # fmt: skip
+                 "connections", "in_flight", "requests")  # fmt: skip
 
     def __init__(self, budget: ModelBudget, used: Usage) -> None:
         self._tokens = TokenUsage()
         self.requests = 0
         self.in_flight = 0
+        # Client connections that belong to the session; whoever opens one counts it here.
+        self.connections = 0
         self._reserved_input = 0
         self._reserved_output = 0
         # Starts within the last minute, at most as many as the budget allows.

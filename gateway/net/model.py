@@ -20,6 +20,7 @@ from gateway.core.model_request import Request, RequestReader, Unacceptable
 from gateway.core.providers import Shape
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 from gateway.net.model_exchange import Ask, Exchange
+from gateway.registry import Session
 
 IPAddress = IPv4Address | IPv6Address
 
@@ -32,12 +33,14 @@ MAX_AHEAD_BYTES: Final = 64 * 1024
 LINGER_S: Final = 5.0
 CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 
+_NOT_READY: Final = ModelRefusal(DenyReason.NOT_READY, "The gateway does not know its sessions yet; try again", 1)
+
 
 class ModelProtocol(asyncio.Protocol):
     """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers."""
 
     __slots__ = ("_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_half_closed", "_in_head",
-                 "_last", "_proxy", "_reader", "_unsent", "_waiting", "is_paused", "transport")  # fmt: skip
+                 "_last", "_lingers", "_proxy", "_reader", "_session", "_unsent", "_waiting", "is_paused", "transport")  # fmt: skip
 
     transport: asyncio.Transport
 
@@ -46,6 +49,8 @@ class ModelProtocol(asyncio.Protocol):
         self._proxy = gateway.model
         self._caller = caller
         self._reader = RequestReader(gateway.model.rules)
+        # Whose connection this is, since the last request that said so.
+        self._session: Session | None = None
         # What was read beyond the request that is being served.
         self._buffer = b""
         self._exchange: Exchange | None = None
@@ -55,6 +60,7 @@ class ModelProtocol(asyncio.Protocol):
         self._deadline = 0.0
         # The last reply is written; what still comes is thrown away.
         self._last = False
+        self._lingers = False
         self._half_closed = False
         self._unsent = 0
         self._discarded = 0
@@ -89,6 +95,9 @@ class ModelProtocol(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._leave(CloseReason.CLIENT_GONE)
         self._proxy.discard(self)
+        if self._lingers:
+            self._lingers = False
+            self._proxy.end_linger()
 
     def pause_writing(self) -> None:
         if self._exchange is not None:
@@ -143,8 +152,7 @@ class ModelProtocol(asyncio.Protocol):
             pass
         elif self._waiting is not None:
             self._stop_waiting()
-            refusal = ModelRefusal(DenyReason.NOT_READY, "The gateway does not know its sessions yet; try again", 1)
-            self.refuse(self._proxy.default.shape, refusal, close=True)
+            self.refuse(self._proxy.default.shape, _NOT_READY, close=True)
         elif self._buffer:
             refusal = ModelRefusal(DenyReason.HEAD_TIMEOUT, "The request head did not arrive in time")
             self.refuse(self._proxy.default.shape, refusal, close=True)
@@ -184,6 +192,8 @@ class ModelProtocol(asyncio.Protocol):
             self._begin(Ask(session, self._proxy.provider(destination.provider), request))
         elif registry.ready or registry.get(destination.session_id) is not None:
             self.refuse(destination.shape, ModelRefusal(session.reason, session.message), close=True)
+        elif not self._proxy.begin_wait():
+            self.refuse(destination.shape, _NOT_READY, close=True)
         else:
             # After a restart the sessions come with control's first message: the request waits for it.
             self._waiting = request
@@ -192,25 +202,47 @@ class ModelProtocol(asyncio.Protocol):
 
     def _begin(self, ask: Ask) -> None:
         """Serve a request whose sender is known."""
-        proxy, framing = self._proxy, ask.request.framing
+        proxy, request = self._proxy, ask.request
         now = time.monotonic()
-        if isinstance(framing, ContentLength) and framing.length > proxy.limits.max_request_bytes:
-            refusal: ModelRefusal | None = proxy.too_large()
-        else:
-            concurrent = proxy.limits.model_requests_per_session
-            refusal = ask.session.model.start(now, concurrent, metered=ask.request.destination.route.metered)
-        if refusal is not None:
-            proxy.report_refused(ask, refusal.reason)
-            self.refuse(
-                ask.request.destination.shape, refusal, close=ask.request.terms.close or not isinstance(framing, NoBody)
-            )
+        concurrent = proxy.limits.model_requests_per_session
+        if ask.session is not self._session and not self._adopt(ask.session, concurrent):
+            self._turn_away(ask, ModelRefusal(DenyReason.NO_FREE_SLOT, "The session has too many connections open", 1))
             return
-        if ask.request.terms.expects_continue and not self._buffer:
+        if isinstance(request.framing, ContentLength) and request.framing.length > proxy.limits.max_request_bytes:
+            self._turn_away(ask, proxy.too_large())
+            return
+        refusal = ask.session.model.start(now, concurrent, metered=request.destination.route.metered)
+        if refusal is not None:
+            self._turn_away(ask, refusal)
+            return
+        if request.terms.expects_continue and not self._buffer:
             self.transport.write(CONTINUE)
         exchange = self._exchange = Exchange(self, proxy, ask, now)
-        ask.session.add_closer(exchange.revoke)
         data, self._buffer = self._buffer, b""
         self._buffer = exchange.begin(data)
+
+    def _turn_away(self, ask: Ask, refusal: ModelRefusal) -> None:
+        """Refuse a request whose sender is known and whose body was not looked at."""
+        self._proxy.report_refused(ask, refusal.reason)
+        close = ask.request.terms.close or not isinstance(ask.request.framing, NoBody)
+        self.refuse(ask.request.destination.shape, refusal, close=close)
+
+    def _adopt(self, session: Session, concurrent: int) -> bool:
+        """Serve in the name of this session from now on, unless it has too many connections."""
+        self._disown()
+        # Each request in flight has a connection, and a client's pool keeps about as many for the next ones.
+        if session.model.connections >= 2 * concurrent:
+            return False
+        session.model.connections += 1
+        session.add_closer(self.abort)
+        self._session = session
+        return True
+
+    def _disown(self) -> None:
+        session, self._session = self._session, None
+        if session is not None:
+            session.model.connections -= 1
+            session.remove_closer(self.abort)
 
     def _on_ready(self) -> None:
         request = self._waiting
@@ -221,6 +253,7 @@ class ModelProtocol(asyncio.Protocol):
 
     def _stop_waiting(self) -> None:
         self._waiting = None
+        self._proxy.end_wait()
         self._gateway.registry.stop_waiting(self._on_ready)
 
     def _next(self, *, close: bool) -> None:
@@ -230,10 +263,15 @@ class ModelProtocol(asyncio.Protocol):
         if not (close or self._proxy.draining):
             self._deadline = time.monotonic() + KEEP_ALIVE_S
             return
-        self._last = True
+        self._disown()
         self._buffer = b""
+        self._last = True
         self._deadline = time.monotonic() + self._proxy.limits.model_idle_timeout_ms / 1000
-        asyncio.get_running_loop().call_soon(self._half_close)
+        self._lingers = self._proxy.begin_linger()
+        if self._lingers:
+            asyncio.get_running_loop().call_soon(self._half_close)
+        else:
+            self.transport.close()
 
     def _half_close(self) -> None:
         """Tell the client that nothing follows, once all is sent.
@@ -274,3 +312,4 @@ class ModelProtocol(asyncio.Protocol):
             exchange.client_gone(reason)
         if self._waiting is not None:
             self._stop_waiting()
+        self._disown()

@@ -164,11 +164,6 @@ class Exchange:
         if self._upstream is not None:
             self._upstream.resume()
 
-    def revoke(self, reason: CloseReason) -> None:
-        """The session ended: so does everything in its name."""
-        self._end(reason, Outcome.CUT)
-        self._client.abort()
-
     # --- from the clock
 
     def tick(self, now: float) -> None:
@@ -335,7 +330,6 @@ class Exchange:
         self._drop_held()
         self._pending.clear()
         self._replay = None
-        ask.session.remove_closer(self.revoke)
         usage = self._usage
         if not self._route.metered:
             outcome = Outcome.KNOWN

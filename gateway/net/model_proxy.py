@@ -16,11 +16,13 @@ from gateway.core.usage import TokenUsage
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.credentials import ModelKey
 from gateway.metrics import Metrics
-from gateway.net.upstream import UpstreamPool, client_context
+from gateway.net.upstream_pool import UpstreamPool, client_context
 
 if TYPE_CHECKING:
     from gateway.net.model_exchange import Ask
 
+# Connections that wait for their clients to read a last reply; more are closed at once, as a flood of refusals would be.
+MAX_LINGERING: Final = 1024
 # Parts of the shortest limit that a deadline may be late.
 _TICKS_PER_LIMIT: Final = 8
 _MAX_TICK_S: Final = 0.25
@@ -91,6 +93,8 @@ class ModelProxy:
         self._audit = audit
         self._metrics = metrics
         self._held_bytes = 0
+        self._lingering = 0
+        self._waiting = 0
         self._clients: set[Ticking] = set()
         self._timer: asyncio.TimerHandle | None = None
         model = config.model
@@ -161,6 +165,28 @@ class ModelProxy:
     def discard(self, client: Ticking) -> None:
         """A client connection is gone."""
         self._clients.discard(client)
+
+    def begin_wait(self) -> bool:
+        """Let a request wait for the sessions to be known; False when too many do."""
+        if self._waiting >= self.limits.unauthenticated_total:
+            return False
+        self._waiting += 1
+        return True
+
+    def end_wait(self) -> None:
+        """A request waits no more."""
+        self._waiting -= 1
+
+    def begin_linger(self) -> bool:
+        """Let a connection that got its last reply wait for its client; False when too many do."""
+        if self._lingering >= MAX_LINGERING:
+            return False
+        self._lingering += 1
+        return True
+
+    def end_linger(self) -> None:
+        """A connection that waited is gone."""
+        self._lingering -= 1
 
     def drain(self) -> None:
         """Take no further requests: connections end when their present request has."""

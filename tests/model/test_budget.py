@@ -1,6 +1,7 @@
 """What a session may spend, and how it is told that there is no more."""
 
 import asyncio
+import contextlib
 import json
 
 import anthropic
@@ -116,6 +117,25 @@ async def test_requests_at_once_are_limited(provider: FakeProvider) -> None:
             assert answer.header(b"retry-after") == b"1"
         await proxy.settled()
         assert (await ask(proxy.port, request())).status == 200
+
+
+async def test_connections_that_are_only_kept_open_are_limited_too(provider: FakeProvider) -> None:
+    limits = {"model_requests_per_session": 2}
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", limits=limits) as proxy:
+        async with contextlib.AsyncExitStack() as stack:
+            for _ in range(4):
+                client = await stack.enter_async_context(connected(proxy.port))
+                await client.send(request())
+                assert (await client.reply()).status == 200
+            answer = await ask(proxy.port, request())
+            assert answer.status == 429
+            # A connection belongs to whom its last request was for.
+            proxy.put("s2", "token-of-session-s2")
+            await client.send(request(path="/model/s2/v1/messages", token="token-of-session-s2"))
+            assert (await client.reply()).status == 200
+            assert (await ask(proxy.port, request())).status == 200
+        await until(lambda: proxy.gateway.model.client_count == 0)
+        assert [session.model.connections for session in proxy.gateway.registry] == [0, 0]
 
 
 @pytest.mark.parametrize(("model", "status"), [("claude-haiku-4", 200), ("claude-opus-4", 403), ("", 400)])

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.contract.policy import ModelBudget
 from gateway.core.verdict import CloseReason
+from gateway.net import model_proxy
 from tests.model.harness import running_proxy, until
 from tests.model.wire import STREAM_HEAD, Peer, ask, connected, request, scripted
 from tests.support.provider import FakeProvider
@@ -204,6 +205,27 @@ async def test_a_session_that_is_revoked_loses_its_streams_at_once() -> None:
         async with asyncio.timeout(1):
             await upstream.ended[0].wait()
         assert proxy.audit.lines[-1].reason == "revoked"
+
+
+async def test_a_session_that_is_revoked_loses_its_idle_connections_too(provider: FakeProvider) -> None:
+    async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy, connected(proxy.port) as client:
+        await client.send(request())
+        assert (await client.reply()).status == 200
+        proxy.gateway.registry.revoke("s1")
+        assert await client.closed() == b""
+
+
+async def test_very_many_refusals_at_once_are_closed_without_waiting(
+    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(model_proxy, "MAX_LINGERING", 2)
+    async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy:
+        for _ in range(5):
+            async with connected(proxy.port) as client:
+                await client.send(request(token="wrong"))
+                assert (await client.reply()).status == 401
+        await until(lambda: proxy.gateway.model.client_count == 0)
+        assert proxy.gateway.model._lingering == 0
 
 
 async def test_draining_lets_streams_end_and_takes_no_more(provider: FakeProvider) -> None:
