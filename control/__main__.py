@@ -17,7 +17,9 @@ def main() -> None:
     """Run the daemon. Exits with 78 when the configuration is wrong, 1 when the daemon cannot start."""
     parser = argparse.ArgumentParser(prog="opificia-control", description="The control daemon of the sandbox host.")
     parser.add_argument("--config", type=Path, default=DEFAULT_PATH, help="control.toml (default: %(default)s)")
-    parser.add_argument("--check-config", action="store_true", help="say what is wrong with the configuration, and exit")
+    parser.add_argument(
+        "--check-config", action="store_true", help="say what is wrong with the configuration, and exit"
+    )
     parser.add_argument("--verbose", action="store_true", help="log every step")
     arguments = parser.parse_args()
     try:

@@ -21,15 +21,16 @@ from control.api.server import api_application
 from control.api.types import Health
 from control.config import ControlConfig, unix_path
 from control.db.store import Store, StoreUnavailableError
+from control.docker.seccomp import default_seccomp_profile
 from control.docker.types import EngineError
 from control.link import GatewayLink, UsageBook
 from control.metrics import Figures, registry
 from control.plan.admission import Admission
-from control.plan.container import ContainerPlan, SandboxPlan, default_seccomp_profile, sandbox_container
+from control.plan.container import ContainerPlan, SandboxPlan, sandbox_container
 from control.runner import client as reference_runner
 from control.runner.server import RunnerServer
 from control.sessions.engine import Engine
-from control.sessions.life import Services
+from control.sessions.launch import Services
 from control.sessions.manager import SessionManager
 from control.sessions.record import Recorder
 from gateway.runtime.addresses import ListenError, listen, parse_address
@@ -41,6 +42,10 @@ log = logging.getLogger(__name__)
 HOST_CHECK_S: Final = 5.0
 # Streams of the API that still run when the daemon stops.
 API_SHUTDOWN_S: Final = 2.0
+
+
+# Hard to guess at any rate of tries (RFC 6750 §5.2).
+MIN_BEARER_CHARACTERS: Final = 32
 
 
 class StartError(Exception):
@@ -79,7 +84,9 @@ def host_id(data: Path) -> str:
             temporary.rename(path)
         return path.read_text().strip()
     except OSError as error:
-        raise StartError(f"{path} cannot be read or made: {error.strerror}; check [paths] data and its owner") from error
+        raise StartError(
+            f"{path} cannot be read or made: {error.strerror}; check [paths] data and its owner"
+        ) from error
 
 
 class Control:
@@ -149,7 +156,7 @@ class Control:
             log.warning("no session can be launched: %s", problem)
         capacity = config.capacity(engine.memory_bytes, engine.cpus)
         profile = config.sandbox.seccomp_profile
-        seccomp = Path(profile).read_text() if profile else default_seccomp_profile()
+        seccomp = _read(profile, "[sandbox] seccomp_profile") if profile else default_seccomp_profile()
 
         def container_plan(plan: SandboxPlan) -> ContainerPlan:
             return sandbox_container(plan, config.sandbox, config.network, config.limits, self._identity, seccomp)
@@ -196,12 +203,9 @@ class Control:
 
         await stack.enter_async_context(_site(application(), config.listen.api, API_SHUTDOWN_S))
         if config.listen.tcp:
-            try:
-                token = Path(config.listen.token_file).read_text().strip()
-            except OSError as error:
-                raise StartError(f"{config.listen.token_file} cannot be read: {error.strerror}") from error
-            if len(token) < 32:
-                raise StartError(f"{config.listen.token_file} must hold a token of at least 32 characters")
+            token = _read(config.listen.token_file, "[listen] token_file").strip()
+            if len(token) < MIN_BEARER_CHARACTERS:
+                raise StartError(f"[listen] token_file must hold at least {MIN_BEARER_CHARACTERS} characters")
             await stack.enter_async_context(_site(application(token), config.listen.tcp, API_SHUTDOWN_S))
 
     async def _health(self, manager: SessionManager) -> Health:
@@ -232,6 +236,15 @@ async def _background() -> AsyncIterator[list[asyncio.Task[None]]]:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def _read(path: str, setting: str) -> str:
+    try:
+        return Path(path).read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise StartError(
+            f"{path} cannot be read: {getattr(error, 'strerror', None) or error}; check {setting}"
+        ) from error
 
 
 def _raise_first(tasks: list[asyncio.Task[None]]) -> None:

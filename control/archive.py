@@ -39,9 +39,7 @@ class Unpacked:
     refused: list[str] = field(default_factory=list)
 
 
-def unpack(
-    archive: Path, folder: Path, *, max_bytes: int, max_entries: int, strict: bool, strip: int = 0
-) -> Unpacked:
+def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, strict: bool, strip: int = 0) -> Unpacked:
     """Unpack `archive` into the existing `folder`; files that are there already are replaced.
 
     `strip`: so many leading folders of each name are left out, as tar's --strip-components does.
@@ -163,4 +161,3 @@ def _hard_link(target: tuple[str, ...], root: int, parent: int, name: str) -> No
 def _remove(parent: int, name: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.unlink(name, dir_fd=parent)
-

@@ -1,8 +1,8 @@
 """Asynchronous client of the control API, for the CLI and for programs.
 
-    async with ControlClient("unix:/run/opificia/api/control.sock") as control:
-        session = await control.create(SandboxSpec(image="opificia-sandbox:latest", command=("id",)))
-        await control.launch(session.id)
+async with ControlClient("unix:/run/opificia/api/control.sock") as control:
+    session = await control.create(SandboxSpec(image="opificia-sandbox:latest", command=("id",)))
+    await control.launch(session.id)
 """
 
 import asyncio
@@ -96,12 +96,12 @@ class ControlClient:
         """Return one session."""
         return await self._call("GET", _path(session), SessionView)
 
-    async def list(
-        self, states: Sequence[SessionState] = (), limit: int = 100, cursor: str = ""
-    ) -> SessionPage:
+    async def list(self, states: Sequence[SessionState] = (), limit: int = 100, cursor: str = "") -> SessionPage:
         """Return a page of sessions, the newest first."""
         query = [("limit", str(limit)), *(("state", state.value) for state in states)]
-        return await self._call("GET", "/v1/sessions", SessionPage, query=[*query, *([("cursor", cursor)] if cursor else [])])
+        return await self._call(
+            "GET", "/v1/sessions", SessionPage, query=[*query, *([("cursor", cursor)] if cursor else [])]
+        )
 
     async def stop(self, session: str, grace_ms: int | None = None) -> SessionView:
         """Begin to end a session."""

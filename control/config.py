@@ -85,7 +85,9 @@ class ListenSettings(_Strict, frozen=True):
         if self.tcp:
             problems += _address_problem("tcp", self.tcp)
             if not self.token_file:
-                problems.append("token_file: is needed when tcp is set, or anyone who can connect could start containers")
+                problems.append(
+                    "token_file: is needed when tcp is set, or anyone who can connect could start containers"
+                )
         return problems
 
 

@@ -37,7 +37,11 @@ class ControlCollector(Collector):
             ("waiting", "Sessions that wait for room", figures.waiting),
             ("admitted", "Sessions that hold room on the host", figures.admitted),
             ("addresses_held", "Sandbox addresses that may still be granted", figures.addresses_held),
-            ("gateway_connected", "Whether the gateway knows all grants (1) or not (0)", int(figures.gateway_connected)),
+            (
+                "gateway_connected",
+                "Whether the gateway knows all grants (1) or not (0)",
+                int(figures.gateway_connected),
+            ),
             ("sessions_behind", "Sessions whose journal is ahead of the database", figures.sessions_behind),
         ):
             yield GaugeMetricFamily(f"opificia_control_{name}", text, value=value)

@@ -44,7 +44,11 @@ class Operation:
 
 def document(operations: Sequence[Operation]) -> dict[str, Any]:
     """Return the OpenAPI document of these operations."""
-    types = [Problem, *(each.body for each in operations if each.body), *(each.answer for each in operations if each.answer)]
+    types = [
+        Problem,
+        *(each.body for each in operations if each.body),
+        *(each.answer for each in operations if each.answer),
+    ]
     schemas, components = msgspec.json.schema_components(types, ref_template="#/components/schemas/{name}")
     by_type = {id(kind): schema for kind, schema in zip(types, schemas, strict=True)}
     problem = {"description": "A problem (RFC 9457)", "content": {"application/problem+json": {"schema": schemas[0]}}}
@@ -64,7 +68,10 @@ def document(operations: Sequence[Operation]) -> dict[str, Any]:
         if each.body:
             described["requestBody"] = {"required": True, "content": {JSON: {"schema": by_type[id(each.body)]}}}
         elif each.body_type:
-            described["requestBody"] = {"required": True, "content": {each.body_type: {"schema": _stream(each.body_type)}}}
+            described["requestBody"] = {
+                "required": True,
+                "content": {each.body_type: {"schema": _stream(each.body_type)}},
+            }
         paths.setdefault(each.path, {})[each.method.lower()] = described
     return {
         "openapi": "3.1.0",

@@ -25,7 +25,7 @@ from control.api.types import (
 from control.docker.types import LogStream
 from control.runner.channel import RunFailedError, RunHandle
 from control.runner.messages import Output, Run, Stream, encode_data
-from control.sessions.logs import pieces
+from control.sessions.logs import PieceReader
 from control.sessions.manager import SessionManager
 from control.spec import command_problems
 
@@ -109,13 +109,13 @@ class StreamHandlers:
             await _first(tickets)
 
     async def _merged(self, session: str, follow: bool) -> AsyncIterator[bytes]:
-        folder, seen = self._manager.folder(session), 0
+        folder = self._manager.folder(session)
+        index = PieceReader(folder)
         while True:
             record = self._manager.record(session)
             tickets = None if record is None else (record.logged.ticket(), record.changed.ticket())
             over = record is None or record.life.state.final
-            for piece in await asyncio.to_thread(lambda: list(pieces(folder, seen))):
-                seen += 1
+            for piece in await asyncio.to_thread(index.new):
                 path = folder / f"{piece.stream.value}.log"
                 data = await asyncio.to_thread(_read_at, path, piece.offset, piece.length)
                 text, encoding = encode_data(data)

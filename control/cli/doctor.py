@@ -28,7 +28,9 @@ class _Subject:
 
 def examine(json: bool) -> int:
     """Print all findings; return 0 when everything is well, 1 otherwise."""
-    subject = _Subject(os.environ.get("OPIFICIA_CONTROL", DEFAULT_ADDRESS), os.environ.get("OPIFICIA_CONTROL_TOKEN", ""))
+    subject = _Subject(
+        os.environ.get("OPIFICIA_CONTROL", DEFAULT_ADDRESS), os.environ.get("OPIFICIA_CONTROL_TOKEN", "")
+    )
     findings = asyncio.run(_findings(subject))
     if json:
         as_json(findings)

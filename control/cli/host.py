@@ -36,9 +36,7 @@ def _with_engine(path: Path, work: "Callable[[DockerService, ControlConfig], Cor
     from gateway.runtime.settings import EXIT_CONFIG, SettingsError
 
     async def run(config: "ControlConfig") -> T:
-        engine = DockerService(
-            config.docker, host_id(config.data), limits=config.limits, sandbox=config.sandbox
-        )
+        engine = DockerService(config.docker, host_id(config.data), limits=config.limits, sandbox=config.sandbox)
         try:
             return await work(engine, config)
         finally:
@@ -92,7 +90,9 @@ def remove(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
 
 @images.command("build")
 def build(
-    names: Annotated[list[str] | None, typer.Argument(help=f"Of {', '.join(IMAGE_NAMES)}; all if none is given.")] = None,
+    names: Annotated[
+        list[str] | None, typer.Argument(help=f"Of {', '.join(IMAGE_NAMES)}; all if none is given.")
+    ] = None,
     config: Config = DEFAULT_CONFIG,
     cache: Annotated[Path, typer.Option(help="Where built images are kept as tarballs.")] = CACHE,
     mirror: Annotated[list[str] | None, typer.Option(help="Debian mirror; repeatable.")] = None,
@@ -135,7 +135,9 @@ def listing(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
 @images.command("load")
 def load_tarball(
     tarball: Annotated[Path, typer.Argument(help="What `docker save` wrote, or a root file system as a tar.")],
-    name: Annotated[str | None, typer.Option("--as", help=f"Which image a root file system is: {', '.join(IMAGE_NAMES)}.")] = None,
+    name: Annotated[
+        str | None, typer.Option("--as", help=f"Which image a root file system is: {', '.join(IMAGE_NAMES)}.")
+    ] = None,
     config: Config = DEFAULT_CONFIG,
 ) -> None:
     """Bring an image from a file into the engine, for hosts without a network."""

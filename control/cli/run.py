@@ -118,7 +118,7 @@ async def _upload(client: ControlClient, session: str, folder: Path) -> None:
             fail(f"{error}; check --in", EXIT_HOST)
         archive.seek(0)
         # aiohttp closes what it sends from.
-        with open(archive.fileno(), "rb", closefd=False) as body:  # noqa: ASYNC230, PTH123
+        with open(archive.fileno(), "rb", closefd=False) as body:  # noqa: ASYNC230
             await client.put_input(session, body)
 
 

@@ -9,7 +9,9 @@ import re
 from typing import Final
 
 # C0 without tab and newline, DEL, C1, line and paragraph separators, and Unicode's bidirectional controls.
-_UNSAFE: Final = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]")
+_UNSAFE: Final = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff]"
+)
 
 
 def escape(text: str) -> str:

@@ -327,9 +327,7 @@ def _note(session: Session, event: Event, now_ms: int) -> Session:
 
 def _end(session: Session, now_ms: int) -> Session:
     state, reason = finding(session)
-    return msgspec.structs.replace(
-        session, state=state, reason=reason, waiting=False, connected=False, ended_at=now_ms
-    )
+    return msgspec.structs.replace(session, state=state, reason=reason, waiting=False, connected=False, ended_at=now_ms)
 
 
 def finding(session: Session) -> tuple[SessionState, Reason]:

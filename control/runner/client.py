@@ -99,7 +99,9 @@ class WebSocket:
         head, _, rest = bytes(self._buffer).partition(b"\r\n\r\n")
         self._buffer = bytearray(rest)
         lines = head.decode("latin-1").split("\r\n")
-        headers = {name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])}
+        headers = {
+            name.strip().lower(): value.strip() for name, _, value in (line.partition(":") for line in lines[1:])
+        }
         accept = base64.b64encode(hashlib.sha1(key + _GUID).digest()).decode()  # noqa: S324 - RFC 6455 asks for SHA-1
         if " 101" not in lines[0][:13] or headers.get("sec-websocket-accept") != accept:
             raise ConnectionLostError(f"refused: {lines[0][:200]}")

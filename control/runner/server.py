@@ -115,9 +115,7 @@ class RunnerServer:
             await channel.lost(connection)
             await connection.close("over")
 
-    async def _listen(
-        self, socket: web.WebSocketResponse, connection: RunnerConnection, channel: Channel
-    ) -> None:
+    async def _listen(self, socket: web.WebSocketResponse, connection: RunnerConnection, channel: Channel) -> None:
         errors = 0
         while True:
             try:

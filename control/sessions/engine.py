@@ -40,6 +40,9 @@ class Engine(Protocol):
     async def stop(self, container: str, grace_s: float) -> None:
         """Ask the container to end, after the grace kill it."""
 
+    async def kill(self, container: str) -> None:
+        """Kill the container at once; one that has ended is no error."""
+
     async def remove(self, container: str) -> None:
         """Remove a container, running or not; one that is gone is no error."""
 
@@ -48,6 +51,9 @@ class Engine(Protocol):
 
     async def create_out_volume(self, session: str, size_bytes: int, inodes: int) -> str:
         """Make the session's volume of limited size for /out and return its name."""
+
+    async def out_volumes(self) -> Sequence[str]:
+        """Return the sessions of this installation that have a volume."""
 
     async def remove_out_volume(self, session: str) -> None:
         """Remove the session's volume; one that is gone is no error."""

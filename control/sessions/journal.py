@@ -25,10 +25,21 @@ def append(path: Path, events: Sequence[StoredEvent]) -> None:
             while view:
                 view = view[os.write(fd, view) :]
             os.fdatasync(fd)
+            if size == 0:
+                # The file's name is on disk only when its folder is (fsync(2)).
+                _sync_folder(path.parent)
         except OSError:
             # A full disk may leave half a line, to which the next event would be glued.
             os.ftruncate(fd, size)
             raise
+    finally:
+        os.close(fd)
+
+
+def _sync_folder(folder: Path) -> None:
+    fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
     finally:
         os.close(fd)
 

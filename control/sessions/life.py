@@ -7,18 +7,11 @@ final state recorded. Container, volume and address are then the manager's to ta
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
-from ipaddress import IPv4Address
-from pathlib import Path
-from typing import Any, Final, TypeVar
+from collections.abc import Callable
+from typing import Any, Final
 
-from control.docker.types import ContainerExit, EngineError, ImageFacts, NotFoundError, OutLimits
-from control.link import GatewayLink, GatewayUnavailableError, GrantRefusedError
-from control.plan.container import ContainerPlan, SandboxPlan, SandboxSettings
-from control.plan.environment import sandbox_environment
-from control.plan.grants import grant_for, policy_digest
-from control.plan.network import NetworkSettings
+from control.docker.types import ContainerExit, EngineError, NotFoundError, OutLimits
+from control.plan.container import ContainerPlan
 from control.plan.session import (
     ContainerCreated,
     ContainerExited,
@@ -30,49 +23,20 @@ from control.plan.session import (
 )
 from control.runner.channel import Channel, NotAllowedError
 from control.runner.messages import Run
-from control.sessions import folders
-from control.sessions.engine import Engine
+from control.sessions.launch import EndError, Launch, Services, whole
 from control.sessions.logs import LogFiles
-from control.sessions.record import Record, Recorder, now_ms, see_through
-from gateway.contract.limits import ControlLimits
-from gateway.contract.policy import Usage
+from control.sessions.record import Record, now_ms
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
 MAIN_RUN: Final = "main"
-# The gateway answers within milliseconds; longer than its restart takes, and a launch that waits is not lost yet.
-GRANT_TIMEOUT_S: Final = 15.0
 # A runner that was told to shut down has nothing left to do.
 SHUTDOWN_GRACE_S: Final = 10.0
 RETRY_S: Final = 2.0
+# How exactly the time of a runner's absence is told from that of the gateway's.
+PRESENCE_STEP_S: Final = 1.0
 # After the container's end its output is complete within moments, unless the engine hangs.
 LOGS_TIMEOUT_S: Final = 60.0
-
-
-@dataclass(frozen=True, slots=True)
-class Services:
-    """What every session's life needs of the daemon."""
-
-    recorder: Recorder
-    engine: Engine
-    link: GatewayLink
-    limits: ControlLimits
-    sandbox: SandboxSettings
-    network: NetworkSettings
-    runner_path: Path
-    container_plan: Callable[[SandboxPlan], ContainerPlan]
-    # Problems of the host for which nothing may start, empty when it is ready.
-    host_problems: Callable[[], Awaitable[list[str]]]
-
-
-class EndError(Exception):
-    """The session is to end for this reason."""
-
-    def __init__(self, reason: Reason, message: str = "") -> None:
-        super().__init__(message)
-        self.reason = reason
 
 
 class Life:
@@ -153,90 +117,15 @@ class Life:
         await self._watch(self.record.life.container)
 
     async def _launch(self) -> None:
-        services, record, spec = self._services, self.record, self.record.spec
-        limits = services.limits
-        # Side by side: each takes the engine, the disk or the gateway some tens of milliseconds.
-        try:
-            async with asyncio.TaskGroup() as group:
-                group.create_task(self._require_host())
-                finding_image = group.create_task(self._image())
-                finding_in_dir = group.create_task(self._in_dir())
-                group.create_task(self._grant())
-                volume = self._whole(services.engine.create_out_volume(record.id, limits.out_bytes, limits.out_files))
-                making_volume = group.create_task(volume)
-        except ExceptionGroup as failed:
-            raise _telling(failed) from failed
-        image = finding_image.result()
-        plan = services.container_plan(
-            SandboxPlan(
-                session=record.id,
-                run=record.stored.run_id,
-                policy_digest=policy_digest(spec),
-                image=image.id,
-                address=IPv4Address(record.life.address),
-                environment=sandbox_environment(
-                    record.id,
-                    record.stored.run_id,
-                    self._token,
-                    services.network,
-                    ca_bundle=bool(services.sandbox.ca_bundle),
-                    openai_provider=services.sandbox.openai_provider,
-                    extra=spec.env,
-                ),
-                in_dir=finding_in_dir.result(),
-                out_volume=making_volume.result(),
-                runner=None if image.own_runner else str(services.runner_path),
-                image_volumes=image.volumes,
-                memory_bytes=spec.resources.memory_bytes,
-                cpus=spec.resources.cpus,
-                pids=spec.resources.pids,
-                runtime=spec.runtime,
-            )
-        )
+        plan, image_id = await Launch(self.record, self._services).prepare(self._token)
         self._token = ""
-        container = await self._create(plan, image.id)
+        container = await self._create(plan, image_id)
         self._follow_logs(container)
-        await self._whole(self._start(container))
+        await whole(self._start(container))
 
     async def _start(self, container: str) -> None:
         await self._services.engine.start(container)
         self._started = True
-
-    async def _require_host(self) -> None:
-        if problems := await self._services.host_problems():
-            raise EndError(Reason.HOST_NOT_READY, problems[0])
-
-    async def _image(self) -> ImageFacts:
-        reference = self.record.spec.image
-        image = await self._services.engine.image(reference)
-        if image is None:
-            raise EndError(
-                Reason.IMAGE_MISSING,
-                f"the engine has no image {reference}; build or load it with `opificia images`, it is not pulled",
-            )
-        if not image.own_runner and not image.can_run_runner:
-            raise EndError(Reason.IMAGE_UNUSABLE, f"{reference} has no Python 3.8 or later and brings no runner")
-        return image
-
-    async def _in_dir(self) -> str:
-        wanted = self.record.spec.in_dir
-        if not wanted:
-            return str(self.record.folder / "in")
-        try:
-            return await asyncio.to_thread(folders.check_in_dir, wanted, self._services.sandbox.in_roots)
-        except folders.InputError as error:
-            raise EndError(Reason.IN_DIR_REFUSED, str(error)) from error
-
-    async def _grant(self) -> None:
-        record = self.record
-        life = record.life
-        grant = grant_for(record.spec, record.id, life.token_sha256, life.address, Usage())
-        try:
-            await self._services.link.put(grant, GRANT_TIMEOUT_S)
-        except GrantRefusedError as error:
-            raise EndError(Reason.GRANT_REFUSED, str(error)) from error
-        except GatewayUnavailableError as error:
-            raise EndError(Reason.GATEWAY_UNAVAILABLE, f"{error}; is opificia-gateway running?") from error
 
     async def _create(self, plan: ContainerPlan, image_id: str) -> str:
         """Make the container and record it, both or neither, whatever is cancelled meanwhile."""
@@ -246,15 +135,7 @@ class Life:
             await self._services.recorder.record(self.record, ContainerCreated(container, image_id))
             return container
 
-        return await self._whole(create())
-
-    @staticmethod
-    async def _whole(work: Awaitable[T]) -> T:
-        """Wait for a step of the engine to its end even when cancelled: half of one cannot be taken down."""
-        task = asyncio.ensure_future(work)
-        if await see_through(task):
-            raise asyncio.CancelledError
-        return task.result()
+        return await whole(create())
 
     def _follow_logs(self, container: str) -> None:
         loop, logged = asyncio.get_running_loop(), self.record.logged
@@ -319,14 +200,22 @@ class Life:
             await asyncio.gather(staying, leading, return_exceptions=True)
 
     async def _stay_connected(self) -> None:
+        """Raise EndError when the runner is away for too long. While the gateway is away too, it is not its fault."""
         allowed_s = self._services.limits.runner_reconnect_ms / 1000
+        channel, link = self.channel, self._services.link
         while True:
-            await self.channel.gone.wait()
-            try:
-                async with asyncio.timeout(allowed_s):
-                    await self.channel.present.wait()
-            except TimeoutError:
-                raise EndError(Reason.RUNNER_LOST, f"the runner was away for {allowed_s:g} s") from None
+            await channel.gone.wait()
+            left_s = allowed_s
+            while not channel.present.is_set():
+                if left_s <= 0:
+                    raise EndError(Reason.RUNNER_LOST, f"the runner was away for {allowed_s:g} s")
+                step_s = min(left_s, PRESENCE_STEP_S)
+                try:
+                    async with asyncio.timeout(step_s):
+                        await channel.present.wait()
+                except TimeoutError:
+                    if link.connected:
+                        left_s -= step_s
 
     async def _lead(self) -> None:
         spec, life = self.record.spec, self.record.life
@@ -351,7 +240,7 @@ class Life:
     async def _time_limit(self) -> None:
         allowed_ms = self.record.spec.time_limit_ms or self._services.limits.session_time_ms
         until = (self.record.life.launched_at or now_ms()) + allowed_ms
-        while (left_ms := until - now_ms()) > 0:
+        while (left_ms := until - now_ms()) > 0:  # noqa: ASYNC110 - the clock itself may be set meanwhile
             await asyncio.sleep(left_ms / 1000)
         raise EndError(Reason.TIME_LIMIT, f"the session's time of {allowed_ms / 1000:g} s is over")
 
@@ -416,15 +305,6 @@ class Life:
             if record.life.connected_at is not None:
                 notes.append(f"the results could not be kept: {error.message}")
         return "; ".join(notes)
-
-
-def _telling(failed: ExceptionGroup[Exception]) -> Exception:
-    """Return the one of several failures that says most: a reason before an accident."""
-    ends, others = failed.split(EndError)
-    found: Exception = ends or others or failed
-    while isinstance(found, ExceptionGroup):
-        found = found.exceptions[0]
-    return found
 
 
 def _exit(exit_: ContainerExit) -> Exit:

@@ -5,7 +5,7 @@ The index makes one merged, timestamped view of the two without keeping the text
 
 import os
 import struct
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
@@ -72,19 +72,30 @@ class LogFiles:
             os.close(fd)
 
 
-def pieces(folder: Path, skip: int = 0) -> Iterator[Piece]:
-    """Return what the index of a session's folder says, in order, without the first `skip` pieces."""
-    offsets = dict.fromkeys(_STREAMS, 0)
-    try:
-        data = (folder / "logs.index").read_bytes()
-    except FileNotFoundError:
-        return
-    for number in range(len(data) // _PIECE.size):
-        at, stream_number, length = _PIECE.unpack_from(data, number * _PIECE.size)
-        stream = _STREAMS[stream_number]
-        if number >= skip:
-            yield Piece(at, stream, offsets[stream], length)
-        offsets[stream] += length
+class PieceReader:
+    """Reads the index of a session's folder as it grows: each call gives what is new. Blocks: use a thread."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / "logs.index"
+        self._read = 0
+        self._offsets = dict.fromkeys(_STREAMS, 0)
+
+    def new(self) -> list[Piece]:
+        """Return the pieces that came since the last call, in order."""
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        found = []
+        for position in range(0, len(data) - _PIECE.size + 1, _PIECE.size):
+            at, number, length = _PIECE.unpack_from(data, position)
+            stream = _STREAMS[number]
+            found.append(Piece(at, stream, self._offsets[stream], length))
+            self._offsets[stream] += length
+            self._read += _PIECE.size
+        return found
 
 
 def _open(path: Path) -> int:

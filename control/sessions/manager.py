@@ -10,11 +10,10 @@ from typing import Any, Final
 import msgspec
 
 from control.db.store import Store, StoredSession, StoreUnavailableError
-from control.docker.types import EngineError, NotFoundError, ObservedContainer
+from control.docker.types import EngineError, NotFoundError
 from control.plan.admission import Admission, Demand
-from control.plan.container import ROLE_SANDBOX
 from control.plan.grants import grant_for
-from control.plan.reconcile import Adopt, CleanUp, Fail, Found, RemoveStray, Requeue, reconcile
+from control.plan.reconcile import Adopt, CleanUp, Fail, RemoveStray, Requeue, reconcile
 from control.plan.session import (
     ContainerCreated,
     Ended,
@@ -29,9 +28,10 @@ from control.plan.session import (
 from control.runner.channel import Channel, RunHandle
 from control.runner.messages import Run
 from control.sessions import folders
-from control.sessions.life import Life, Services
-from control.sessions.logs import LogFiles
+from control.sessions.launch import Services
+from control.sessions.life import Life
 from control.sessions.record import Record, now_ms
+from control.sessions.strays import Strays
 from control.spec import Bounds, SandboxSpec, spec_problems
 from gateway.contract.ids import new_session_id, new_token, token_sha256
 from gateway.contract.policy import Usage
@@ -69,6 +69,7 @@ class SessionManager:
         self._services = services
         self._bounds = bounds
         self._folder = sessions_folder
+        self._strays = Strays(services.engine, services.limits, sessions_folder)
         self._records: dict[str, Record] = {}
         self._lives: dict[str, Life] = {}
         self._addresses: dict[str, IPv4Address] = {}
@@ -179,9 +180,7 @@ class SessionManager:
             raise NoSuchSessionError(session)
         return stored
 
-    async def page(
-        self, states: Sequence[SessionState], before: int | None, limit: int
-    ) -> list[StoredSession]:
+    async def page(self, states: Sequence[SessionState], before: int | None, limit: int) -> list[StoredSession]:
         """Return sessions from the newest to the oldest."""
         return [self.view(each) for each in await self.store.page(states=states, before=before, limit=limit)]
 
@@ -245,14 +244,14 @@ class SessionManager:
             group.create_task(self._store_usage(), name="usage")
             await self._reconcile()
             self._ready.set()
+            group.create_task(self._strays.sweep(self._records.__contains__), name="strays")
 
     async def ready(self) -> None:
         """Return when what an earlier process left is taken up."""
         await self._ready.wait()
 
     async def _reconcile(self) -> None:
-        containers = {each.id: each for each in await self._services.engine.owned() if each.role == ROLE_SANDBOX}
-        found = [Found(each.id, each.session, _ran(each)) for each in containers.values()]
+        found = await self._strays.containers()
         for action in reconcile({name: record.life for name, record in self._records.items()}, found):
             log.info("after the restart: %s", action)
             match action:
@@ -269,7 +268,7 @@ class SessionManager:
                 case CleanUp(session):
                     self._spawn(self._clean(self._records[session]), f"clean-{session}")
                 case RemoveStray(container, session, ran):
-                    self._spawn(self._remove_stray(container, session, ran), f"stray-{container[:12]}")
+                    self._spawn(self._strays.remove(container, session, ran=ran), f"stray-{container[:12]}")
         self._admit()
 
     async def _fail(self, record: Record, vanished: bool) -> None:
@@ -279,28 +278,6 @@ class SessionManager:
             await recorder.record(record, EndRequested(Reason.ORPHANED, message))
         await recorder.record(record, Ended())
         await self._clean(record)
-
-    async def _remove_stray(self, container: str, session: str, ran: bool) -> None:
-        engine = self._services.engine
-        folder = self._folder / session
-        while True:
-            try:
-                if ran:
-                    await engine.stop(container, self._services.limits.stop_grace_ms / 1000)
-                if ran and folder.is_dir():
-                    logs = LogFiles(folder, self._services.limits.log_bytes, now_ms, lambda: None)
-                    try:
-                        await engine.follow_logs(container, logs)
-                    finally:
-                        logs.close()
-                await engine.remove(container)
-            except NotFoundError:
-                return
-            except EngineError as error:
-                log.warning("container %s cannot be removed, trying again: %s", container[:12], error)
-                await asyncio.sleep(USAGE_S)
-            else:
-                return
 
     # Admission and lives.
 
@@ -408,7 +385,3 @@ class SessionManager:
                 for each in ((session, epoch, used), *changed):
                     book.not_stored(each[0], each[1])
                 raise
-
-
-def _ran(container: ObservedContainer) -> bool:
-    return bool(container.started_at)

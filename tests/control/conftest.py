@@ -53,8 +53,8 @@ class Host:
         lines = [
             f'store.url = "{self.store_url}"',
             f'paths = {{ data = "{root}", egress_logs = "{root}/egress", door = "{root}/door" }}',
-            f"listen.api = \"unix:{root}/api.sock\"",
-            f"listen.runner = \"unix:{root}/runner.sock\"",
+            f'listen.api = "unix:{root}/api.sock"',
+            f'listen.runner = "unix:{root}/runner.sock"',
             f'gateway.contract = "unix:{root}/gateway.sock"',
         ]
         for section, values in self.settings.items():
@@ -140,5 +140,3 @@ async def client(host: Host) -> AsyncIterator[ControlClient]:
     """A client of the host's API."""
     async with ControlClient(f"unix:{host.api}") as client:
         yield client
-
-

@@ -157,7 +157,7 @@ async def test_followers_see_events_as_they_come(client: ControlClient, host: Ho
 
     async def follow() -> None:
         async for event in client.events(session.id):
-            kinds.append(str(event.event.__struct_config__.tag))
+            kinds.append(str(event.event.__struct_config__.tag))  # noqa: PERF401 - looked at while it grows
 
     following = asyncio.create_task(follow())
     await client.launch(session.id)
@@ -192,7 +192,7 @@ async def test_the_egress_log_is_shown_in_whole_lines(client: ControlClient, hos
 
     async def follow() -> None:
         async for entry in client.egress(session, follow=True):
-            seen.append(entry)
+            seen.append(entry)  # noqa: PERF401 - looked at while it grows
 
     following = asyncio.create_task(follow())
     await asyncio.to_thread(path.write_text, '{"host":"a"}\n{"host":')
@@ -358,7 +358,7 @@ async def test_the_document_describes_every_route(http: aiohttp.ClientSession) -
     found = {(method.upper(), path) for path, methods in document["paths"].items() for method in methods}
     assert found == {(each.method, each.path) for each in OPERATIONS}
     text = json.dumps(document)
-    for reference in set(part.split('"')[0] for part in text.split('"$ref": "')[1:]):
+    for reference in {part.split('"')[0] for part in text.split('"$ref": "')[1:]}:
         name = reference.removeprefix("#/components/schemas/")
         assert name in document["components"]["schemas"], reference
 

@@ -4,9 +4,13 @@ import asyncio
 import json
 import os
 import re
+import resource
 import signal
+import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 from control.plan.session import SessionState
 from tests.control.conftest import Host, until
@@ -31,9 +35,208 @@ async def opificia(host: Host, *arguments: str, stdin: bytes = b"") -> tuple[int
     async with asyncio.timeout(30):
         out, err = await process.communicate(stdin)
     assert process.returncode is not None
-    return process.returncode, out.decode(), err.decode()
+    return process.returncode, out.decode("utf-8", "surrogateescape"), err.decode()
 
 
 async def test_run_keeps_outputs_apart_and_returns_the_commands_exit_code(host: Host) -> None:
     found = await opificia(host, "run", "sandbox", "--cwd", "/tmp", "--", "sh", "-c", "echo out; echo err >&2; exit 7")
     assert found == (7, "out\n", "err\n")
+
+
+async def test_run_passes_input_environment_and_results(host: Host, tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "task.txt").write_text("the task")
+    (tmp_path / "in" / "link").symlink_to("task.txt")
+    os.mkfifo(tmp_path / "in" / "fifo")
+    host.engine.out = {"deep/result.txt": b"the result"}
+    code, out, err = await opificia(
+        host,
+        *("run", "sandbox", "--cwd", "/tmp", "--in", str(tmp_path / "in"), "--out", str(tmp_path / "out")),
+        *("--env", "GIVEN=value", "--env", "PATH", "--name", "mine", "--", "sh", "-c", "echo $GIVEN"),
+    )
+    assert (code, out, err) == (0, "value\n", "")
+    assert (tmp_path / "out/deep/result.txt").read_text() == "the result"
+    inside = host.root / "sessions/mine/in"
+    assert sorted(path.name for path in inside.iterdir()) == ["link", "task.txt"]
+
+
+async def test_run_tells_programs_every_state(host: Host) -> None:
+    code, out, _ = await opificia(
+        host, "run", "sandbox", "--json", "--cwd", "/tmp", "--", "sh", "-c", "echo hi; exit 2"
+    )
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert code == 2
+    assert {line["type"] for line in lines} == {"state", "output", "ended"}
+    assert next(line["data"] for line in lines if line["type"] == "output") == "hi\n"
+    assert lines[-1]["session"]["exit_code"] == 2
+
+
+async def test_ctrl_c_stops_the_session(host: Host) -> None:
+    process = await start(host, "run", "sandbox", "--cwd", "/tmp", "--name", "mine", "--", "sleep", "1000")
+    await until(lambda: host.manager.record("mine") is not None, "the session")
+    await host.state("mine", SessionState.RUNNING)
+    process.send_signal(signal.SIGINT)
+    _, err = await process.communicate()
+    assert process.returncode == 143
+    assert "stopped_by_user" in err.decode()
+    assert (await host.ended("mine")).life.state is SessionState.STOPPED
+
+
+async def test_a_second_ctrl_c_gives_no_grace(stopped_host: Host) -> None:
+    host = stopped_host
+    host.settings["limits"]["stop_grace_ms"] = 600_000
+    host.engine.images["deaf"] = ["sh", "-c", "trap '' TERM; exec sleep 1000"]
+    await host.start()
+    process = await start(host, "run", "deaf", "--name", "mine", "--", "true")
+    await until(lambda: "start" in host.engine.calls, "the start")
+    process.send_signal(signal.SIGINT)
+    await until(lambda: "stop" in host.engine.calls, "the stop")
+    process.send_signal(signal.SIGINT)
+    await process.communicate()
+    assert process.returncode == 143
+
+
+async def test_run_says_why_the_host_could_not(host: Host) -> None:
+    code, out, err = await opificia(host, "run", "missing", "--", "true")
+    assert (code, out) == (125, "")
+    assert "image_missing" in err
+    assert "opificia images" in err
+    code, _, err = await opificia(host, "run", "BAD", "--allow", "a b", "--", "true")
+    assert code == 125
+    assert [line.strip().split(":")[0] for line in err.splitlines()] == [
+        "opificia",
+        "image",
+        "allow",
+    ]
+
+
+async def test_the_time_limit_is_exit_code_124(host: Host) -> None:
+    code, _, err = await opificia(
+        host, "run", "sandbox", "--cwd", "/tmp", "--time-limit", "1500ms", "--", "sleep", "99"
+    )
+    assert (code, "time_limit" in err) == (124, True)
+
+
+async def test_input_that_cannot_be_packed_leaves_no_session_waiting(host: Host) -> None:
+    code, _, err = await opificia(host, "run", "sandbox", "--in", "/nowhere", "--", "true")
+    assert code == 125
+    assert err == "opificia: /nowhere is not a folder; check --in\n"
+    await until(lambda: not host.manager.records(), "the clean-up")
+
+
+async def test_sessions_logs_events_and_egress_are_shown(host: Host) -> None:
+    session = await host.launch("sh", "-c", "echo out; sleep 0.1; echo err >&2; exit 3")
+    await host.ended(session)
+    await host.cleaned(session)
+    (host.root / "egress" / f"{session}.log").write_text(
+        '{"ts":"2026-01-01T00:00:00Z","event":"refuse","kind":"connect","host":"evil\\u001b[2J.example","port":443,'
+        '"reason":"host_not_listed"}\n{"event":"close","host":"pypi.org","port":443,"bytes_up":1,"bytes_down":2}\n'
+    )
+    code, out, _ = await opificia(host, "sessions")
+    assert code == 0
+    assert re.search(rf"{session} +exited +exit_code +3 +none +sandbox", out)
+    code, out, _ = await opificia(host, "sessions", "--json", "--state", "exited")
+    assert json.loads(out)["sessions"][0]["id"] == session
+    assert await opificia(host, "logs", session) == (0, "out\n", "err\n")
+    _, out, _ = await opificia(host, "logs", session, "--timestamps")
+    assert [line.split()[1:] for line in out.splitlines()] == [["stdout", "out"], ["stderr", "err"]]
+    _, out, _ = await opificia(host, "events", session)
+    assert [line.split()[1] for line in out.splitlines()][-2:] == ["container_exited", "ended"]
+    _, out, _ = await opificia(host, "egress", session)
+    assert "evil\\x1b[2J.example:443  host_not_listed" in out
+    assert "\x1b" not in out
+    _, out, _ = await opificia(host, "egress", session, "--refused", "--json")
+    assert [json.loads(line)["event"] for line in out.splitlines()] == ["refuse"]
+    _, out, _ = await opificia(host, "show", session)
+    assert json.loads(out)["state"] == "exited"
+
+
+async def test_exec_runs_beside_and_stop_ends(host: Host) -> None:
+    session = await host.launch()
+    await host.state(session, SessionState.CONNECTED)
+    found = await opificia(
+        host, "exec", session, "-i", "--cwd", "/tmp", "--", "sh", "-c", "cat; echo err >&2; exit 4", stdin=b"\xff\x00in"
+    )
+    assert found == (4, b"\xff\x00in".decode("utf-8", "surrogateescape"), "err\n")
+    code, _, err = await opificia(host, "exec", session, "--timeout", "100ms", "--cwd", "/tmp", "--", "sleep", "100")
+    assert (code, err) == (124, "")
+    code, out, _ = await opificia(host, "stop", session, "--wait", "--json")
+    assert (code, json.loads(out)["state"]) == (0, "stopped")
+    code, _, err = await opificia(host, "exec", session, "--", "true")
+    assert (code, "connected" in err) == (125, True)
+
+
+async def test_results_of_an_ended_session_are_fetched(host: Host, tmp_path: Path) -> None:
+    host.engine.out = {"r": b"1"}
+    session = await host.launch("true")
+    await host.ended(session)
+    assert await opificia(host, "out", session, str(tmp_path / "results")) == (0, "", "")
+    assert (tmp_path / "results/r").read_bytes() == b"1"
+
+
+async def test_doctor_and_status_say_whether_the_host_is_ready(host: Host) -> None:
+    await until(lambda: host.control.link.connected, "the gateway")
+    code, out, _ = await opificia(host, "doctor")
+    assert (code, out.count("✓"), out.count("✗")) == (0, 3, 0)
+    code, out, _ = await opificia(host, "control", "status")
+    assert json.loads(out)["status"] == "ok"
+    await host.stop()
+    code, out, _ = await opificia(host, "doctor", "--json")
+    assert code == 1
+    assert not json.loads(out)[-1]["ok"]
+
+
+async def test_without_a_daemon_it_says_what_to_look_at(host: Host) -> None:
+    await host.stop()
+    code, out, err = await opificia(host, "sessions")
+    assert (code, out) == (1, "")
+    assert len(err.splitlines()) == 1
+    assert "is opificia-control running" in err
+    assert (await opificia(host, "run", "sandbox", "--", "true"))[0] == 125
+
+
+async def test_wrong_usage_is_one_sentence(host: Host) -> None:
+    for arguments in (
+        ("run", "sandbox"),
+        ("run", "sandbox", "--network", "all", "--", "true"),
+        ("run", "sandbox", "--time-limit", "long", "--", "true"),
+        ("run", "sandbox", "--memory", "much", "--", "true"),
+        ("run", "sandbox", "--env", "NOT_THERE", "--", "true"),
+        ("sessions", "--state", "dead"),
+        ("logs", "x", "--stream", "stdin"),
+    ):
+        code, out, err = await opificia(host, *arguments)
+        assert (code, out, len(err.splitlines())) == (2, "", 1), arguments
+
+
+async def test_a_closed_pipe_is_no_error(host: Host) -> None:
+    session = await host.launch("sh", "-c", "seq 200000")
+    await host.ended(session)
+    environment = {**os.environ, "OPIFICIA_CONTROL": f"unix:{host.api}"}
+    process = await asyncio.create_subprocess_exec(
+        "bash",
+        "-c",
+        f"set -o pipefail; {sys.executable} -m control.cli logs {session} | head -1",
+        env=environment,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+    )
+    out, err = await process.communicate()
+    assert (process.returncode, out, err) == (0, b"1\n", b"")
+
+
+def test_help_starts_fast() -> None:
+    # Seconds of CPU: what a test that runs beside others can tell of 0.3 s to a person.
+    times = []
+    for _ in range(3):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        subprocess.run([sys.executable, "-m", "control.cli", "--help"], stdout=subprocess.DEVNULL, check=True)
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(times) < 0.3
+
+
+@pytest.mark.parametrize("module", ["sqlalchemy", "aiohttp", "rich", "docker"])
+def test_help_imports_nothing_heavy(module: str) -> None:
+    check = f"import sys, control.cli.app; sys.exit({module!r} in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", check]).returncode == 0

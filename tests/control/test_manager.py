@@ -3,6 +3,7 @@
 import asyncio
 import os
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,9 +12,9 @@ from control.db.store import StoredEvent
 from control.docker.types import EngineError, EngineUnavailableError
 from control.plan.container import LABEL_SESSION
 from control.plan.session import EndRequested, Reason, SessionState
-from control.runner.channel import NotAllowedError
+from control.runner.channel import NotAllowedError, RunFailedError
 from control.runner.messages import Completed, Run
-from control.sessions import journal, life, manager
+from control.sessions import journal, launch, life, manager, strays
 from control.sessions.manager import NoSuchSessionError, WrongStateError
 from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
@@ -203,7 +204,7 @@ async def test_a_runner_that_will_not_end_is_ended(host: Host, monkeypatch: pyte
         " for _ in iter(int, 1) if json.loads(w.receive())['type'] == 'run']"
     )
     host.engine.images["stuck"] = ["python3", "-c", script]
-    session = await host.launch("true", image="stuck", env={"LIB": os.getcwd()})
+    session = await host.launch("true", image="stuck", env={"LIB": str(Path.cwd())})
     ended = await host.ended(session)
     assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.SHUTDOWN_TIMEOUT)
     await nothing_left(host, session)
@@ -243,7 +244,7 @@ async def test_a_grant_that_the_gateway_refuses_ends_the_launch(host: Host) -> N
 
 
 async def test_without_the_gateway_nothing_starts(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "GRANT_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(launch, "GRANT_TIMEOUT_S", 0.2)
     await host.gateway.stop()
     session = await host.launch("true")
     ended = await host.ended(session)
@@ -351,7 +352,12 @@ async def test_without_a_free_address_the_next_waits(stopped_host: Host) -> None
     host = stopped_host
     # A /27 has fifteen.
     host.settings["network"] = {"subnet": "10.231.0.0/27"}
-    host.settings["sandbox"] = {"memory_bytes": 64 << 20, "work_bytes": 1 << 20, "tmp_bytes": 1 << 20, "home_bytes": 1 << 20}
+    host.settings["sandbox"] = {
+        "memory_bytes": 64 << 20,
+        "work_bytes": 1 << 20,
+        "tmp_bytes": 1 << 20,
+        "home_bytes": 1 << 20,
+    }
     host.settings["admission"] = {"cpus": 100.0}
     host.engine.images["idle"] = ["sleep", "1000"]
     await host.start()
@@ -399,9 +405,13 @@ async def test_the_follower_of_a_command_is_told_that_the_session_is_over(host: 
     await host.state(session, S.CONNECTED)
     handle = await host.manager.run_command(session, Run(run="r1", argv=("sleep", "1000"), cwd="/tmp"))
     await host.manager.stop(session, 0)
-    with pytest.raises(Exception, match="over"):
+
+    async def follow() -> None:
         while not isinstance(await handle.next(), Completed):
             pass
+
+    with pytest.raises(RunFailedError, match="over"):
+        await follow()
     await host.ended(session)
 
 
@@ -433,20 +443,21 @@ async def test_a_gateway_that_restarts_gets_all_grants_and_sessions_go_on(host: 
 
 
 async def test_a_live_session_is_kept_across_a_restart_of_control(host: Host) -> None:
-    session = await host.launch("sh", "-c", "echo one; while [ ! -e /tmp/go-$OPIFICIA_SESSION_ID ]; do sleep 0.05; done; echo two; exit 6")
+    session = await host.launch(
+        "sh", "-c", "echo one; while [ ! -e /tmp/go-$OPIFICIA_SESSION_ID ]; do sleep 0.05; done; echo two; exit 6"
+    )
     await host.state(session, S.RUNNING)
     await until(lambda: host.log(session) == b"one\n", "its output")
     await host.stop()
     assert len(host.engine.containers) == 1
     await host.start()
     assert (await host.manager.get(session)).life.state is S.RUNNING
-    go = f"/tmp/go-{session}"
-    with open(go, "w"):
-        pass
+    go = Path(f"/tmp/go-{session}")
+    go.touch()
     try:
         ended = await host.ended(session)
     finally:
-        os.unlink(go)
+        go.unlink()
     assert (ended.life.state, ended.life.reason) == (S.EXITED, Reason.EXIT_CODE)
     assert ended.life.exit is not None
     assert ended.life.exit.code == 6
@@ -520,6 +531,34 @@ async def test_an_ended_session_whose_clean_up_was_cut_is_cleaned_up(host: Host)
     await nothing_left(host, session)
 
 
+async def test_what_belongs_to_no_session_is_removed_with_its_logs_kept(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strays, "SWEEP_S", 0.05)
+    await host.stop()
+    await host.start()
+    session = await host.launch("sh", "-c", "echo here; exec sleep 1000")
+    await host.state(session, S.RUNNING)
+    await until(lambda: host.log(session) == b"here\n", "its output")
+    # A database that was set back knows nothing of it.
+    await host.stop()
+    for path in host.root.glob("control.db*"):
+        path.unlink()
+    (host.root / "sessions" / session / "stdout.log").unlink()
+    await host.start()
+    await until(lambda: not host.engine.containers and not host.engine.volumes, "the removal")
+    assert host.log(session) == b"here\n"
+
+
+async def test_another_live_session_is_left_alone_by_the_sweep(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(strays, "SWEEP_S", 0.01)
+    await host.stop()
+    await host.start()
+    session = await host.launch("sh", "-c", "sleep 0.5; exit 3")
+    ended = await host.ended(session)
+    assert (ended.life.reason, ended.life.exit and ended.life.exit.code) == (Reason.EXIT_CODE, 3)
+
+
 async def test_a_stop_asked_for_just_before_the_crash_is_carried_out(host: Host) -> None:
     session = await host.launch("sleep", "1000")
     await host.state(session, S.RUNNING)
@@ -532,4 +571,3 @@ async def test_a_stop_asked_for_just_before_the_crash_is_carried_out(host: Host)
     ended = await host.ended(session)
     assert (ended.life.state, ended.life.reason) == (S.STOPPED, Reason.STOPPED_BY_USER)
     await nothing_left(host, session)
-

@@ -74,9 +74,7 @@ async def numbers(store: Store) -> list[int]:
     return [event.number for event in await store.events("s1")]
 
 
-async def test_an_event_is_in_the_journal_and_in_the_database(
-    recorder: Recorder, record: Record, store: Flaky
-) -> None:
+async def test_an_event_is_in_the_journal_and_in_the_database(recorder: Recorder, record: Record, store: Flaky) -> None:
     life = await recorder.record(record, LaunchRequested())
     assert isinstance(life, Session)
     assert life.waiting

@@ -1,5 +1,6 @@
 """Runner protocol 1 over real WebSockets: the reference runner as a process, and peers that do not keep to it."""
 
+import ast
 import asyncio
 import base64
 import hashlib
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import msgspec
 import pytest
 from aiohttp import web
 
@@ -151,7 +153,7 @@ async def runner(line: Line) -> AsyncIterator[asyncio.subprocess.Process]:
 
 async def followed(handle: RunHandle) -> tuple[dict[Stream, bytes], Completed]:
     """Take a run's output to its end."""
-    taken = {stream: b"" for stream in Stream}
+    taken = dict.fromkeys(Stream, b"")
     async with asyncio.timeout(30):
         while True:
             message = await handle.next()
@@ -309,6 +311,17 @@ async def test_a_runner_is_told_to_stop_by_its_signal(line: Line, runner: asynci
     assert line.printed() == (b"up\nbye\n", b"")
 
 
+def test_the_reference_runner_is_one_file_for_python_3_8() -> None:
+    tree = ast.parse(Path(client.__file__).read_text(), feature_version=(3, 8))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module or "")
+    assert imported <= sys.stdlib_module_names
+
+
 async def test_a_runner_without_its_settings_says_so() -> None:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-I", "-S", client.__file__, env={}, stderr=asyncio.subprocess.PIPE
@@ -456,9 +469,7 @@ async def test_a_gap_in_the_numbers_is_refused(line: Line, http: aiohttp.ClientS
     await socket.close()
 
 
-async def test_the_end_of_a_run_that_was_never_given_is_not_recorded(
-    line: Line, http: aiohttp.ClientSession
-) -> None:
+async def test_the_end_of_a_run_that_was_never_given_is_not_recorded(line: Line, http: aiohttp.ClientSession) -> None:
     socket = await greet(http)
     await socket.send_json({"type": "completed", "seq": 1, "run": "made-up", "exit_code": 0})
     assert await receive(socket) == {"type": "ack", "seq": 1}
@@ -516,7 +527,7 @@ async def test_a_large_document_is_told_by_its_size(line: Line, http: aiohttp.Cl
     channel_limit = channel_module.MAX_DOCUMENT_BYTES
     line.channel._frame_bytes = FRAME
     assert channel_limit >= FRAME
-    assert bytes(channel_module._bounded(channel_module.msgspec.Raw(b'"%b"' % (b"x" * channel_limit)))) == (
+    assert bytes(channel_module._bounded(msgspec.Raw(b'"%b"' % (b"x" * channel_limit)))) == (
         b'{"truncated":true,"bytes":%d}' % (channel_limit + 2)
     )
 
@@ -534,8 +545,7 @@ async def test_output_that_nobody_reads_is_dropped_after_a_while(
     while (await receive(socket))["seq"] < 9:
         pass
     with pytest.raises(RunFailedError):
-        while True:
-            await handle.next()
+        await followed(handle)
     await socket.close()
 
 

@@ -99,7 +99,9 @@ def test_every_kind_of_event_is_looked_at() -> None:
     assert {type(event) for event in EVENTS} == set(Event.__args__)
 
 
-@pytest.mark.parametrize(("state", "event"), list(itertools.product(SessionState, EVENTS)), ids=lambda value: str(value)[:40])
+@pytest.mark.parametrize(
+    ("state", "event"), list(itertools.product(SessionState, EVENTS)), ids=lambda value: str(value)[:40]
+)
 def test_an_event_is_allowed_exactly_where_the_table_has_it(state: SessionState, event: Event) -> None:
     result = advance(Session(state=state), event, 5)
     if tag(event) in ALLOWED[state]:
@@ -216,7 +218,7 @@ def test_only_a_users_stop_is_stopped(reason: Reason) -> None:
 
 
 def test_runs_are_open_between_command_and_completion() -> None:
-    events = [
+    events: list[Event] = [
         LaunchStarted("10.0.0.16", ""),
         RunnerConnected("i1"),
         CommandSent("main", True, ("a",)),

@@ -231,6 +231,9 @@ class FakeEngine:
         self.volumes.add(session)
         return f"out-{session}"
 
+    async def out_volumes(self) -> Sequence[str]:
+        return sorted(self.volumes)
+
     async def remove_out_volume(self, session: str) -> None:
         await self._called("remove_out_volume")
         self.volumes.discard(session)

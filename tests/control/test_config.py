@@ -1,0 +1,141 @@
+"""control.toml, and how the daemon starts or says why it does not."""
+
+import asyncio
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from control.config import ControlConfig
+from gateway.runtime.settings import SettingsError, parse
+
+
+def problems(text: str) -> list[str]:
+    with pytest.raises(SettingsError) as wrong:
+        parse(text, ControlConfig, "control.toml")
+    return [f"{each.line}: {each.key}" for each in wrong.value.problems]
+
+
+def test_an_empty_file_is_a_whole_configuration() -> None:
+    config = parse("", ControlConfig)
+    assert config.limits.hello_timeout_ms == 180_000
+    assert config.sandbox.pids == 1024
+
+
+def test_tells_every_problem_with_key_and_line() -> None:
+    text = """
+[store]
+url = "mysql://x"
+[paths]
+data = "relative"
+[network]
+subnet = "8.8.8.0/24"
+bridge = "a-name-that-is-too-long"
+[sandbox]
+in_roots = ["relative"]
+uid = 0
+surprise = 1
+[listen]
+api = "127.0.0.1:80"
+tcp = "0.0.0.0:70000"
+[limits]
+hello_timeout_ms = -5
+stop_grace_ms = "soon"
+[docker]
+socket = 5
+[unknown]
+x = 1
+"""
+    found = problems(text)
+    for expected in (
+        "3: store.url",
+        "5: paths.data",
+        "7: network.subnet",
+        "8: network.bridge",
+        "12: sandbox.surprise",
+        "14: listen.api",
+        "15: listen.tcp",
+        "17: limits.hello_timeout_ms",
+        "18: limits.stop_grace_ms",
+        "20: docker.socket",
+        "21: unknown",
+    ):
+        assert expected in found, (expected, found)
+
+
+def test_tcp_needs_a_token() -> None:
+    assert problems('[listen]\ntcp = "127.0.0.1:8902"\n') == ["1: listen.token_file"]
+
+
+def test_capacity_comes_from_the_host_unless_it_is_set() -> None:
+    gib = 1 << 30
+    assert parse("", ControlConfig).capacity(16 * gib, 4).memory_bytes == 14 * gib
+    assert parse("", ControlConfig).capacity(3 * gib, 4).memory_bytes == 3 * gib // 2
+    assert parse("", ControlConfig).capacity(16 * gib, 4).cpus == 16
+    config = parse("admission.memory_bytes = 5\nadmission.cpus = 1.5\nlimits.max_running = 3", ControlConfig)
+    capacity = config.capacity(16 * gib, 4)
+    assert (capacity.memory_bytes, capacity.cpus, capacity.sessions) == (5, 1.5, 3)
+
+
+@pytest.fixture
+def root() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="opificia-") as folder:
+        yield Path(folder)
+
+
+def write(root: Path, **changes: str) -> Path:
+    sections = {
+        "store": f'url = "sqlite:///{root}/control.db"',
+        "paths": f'data = "{root}"',
+        "docker": f'socket = "{root}/docker.sock"',
+        "listen": f'api = "unix:{root}/api.sock"\nrunner = "unix:{root}/runner.sock"',
+        "gateway": f'contract = "unix:{root}/gateway.sock"',
+        **changes,
+    }
+    path = root / "control.toml"
+    path.write_text("\n".join(f"[{name}]\n{text}" for name, text in sections.items()))
+    return path
+
+
+async def control(*arguments: str) -> tuple[int, str]:
+    process = await asyncio.create_subprocess_exec(
+        sys.executable, "-m", "control", *arguments, stderr=asyncio.subprocess.PIPE
+    )
+    async with asyncio.timeout(30):
+        _, err = await process.communicate()
+    assert process.returncode is not None
+    return process.returncode, err.decode()
+
+
+async def test_a_wrong_configuration_is_exit_78(root: Path) -> None:
+    path = write(root, limits="hello_timeout_ms = 0\nnonsense = 1")
+    for arguments in (("--check-config",), ()):
+        code, err = await control("--config", str(path), *arguments)
+        assert code == 78
+        assert len(err.splitlines()) == 2
+        assert f"{path}: line 13: limits.hello_timeout_ms: must be above 0" in err
+    assert (await control("--config", str(root / "none.toml")))[0] == 78
+    assert await control("--config", str(write(root)), "--check-config") == (0, "")
+
+
+async def test_without_an_engine_it_says_so(root: Path) -> None:
+    code, err = await control("--config", str(write(root)))
+    assert code == 1
+    (line,) = err.splitlines()
+    assert line.startswith("opificia-control: ")
+    assert "docker.sock" in line
+
+
+async def test_a_database_that_cannot_be_opened_is_told(root: Path) -> None:
+    code, err = await control("--config", str(write(root, store=f'url = "sqlite:///{root}/no/such.db"')))
+    assert code == 1
+    (line,) = err.splitlines()
+    assert "[store] url" in line
+
+
+async def test_a_folder_that_cannot_be_used_is_told(root: Path) -> None:
+    code, err = await control("--config", str(write(root, paths='data = "/nowhere"')))
+    assert code == 1
+    assert "[paths] data" in err
