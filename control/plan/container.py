@@ -4,11 +4,9 @@ Each line of the body that closes something says what. Nothing here is taken fro
 could differ from one site to the next: defaults have changed between releases, this file has not.
 """
 
-import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
-from importlib import resources
 from ipaddress import IPv4Address
 from typing import Any, Final
 
@@ -175,12 +173,6 @@ class ContainerPlan:
 
     name: str
     body: Mapping[str, Any]
-
-
-def default_seccomp_profile() -> str:
-    """Return our own profile as compact JSON; it stands in the repository so that it does not depend on the engine."""
-    text = (resources.files("control.docker") / "seccomp.json").read_text(encoding="utf-8")
-    return json.dumps(json.loads(text), separators=(",", ":"))
 
 
 def sandbox_container(

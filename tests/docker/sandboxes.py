@@ -8,13 +8,13 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
 
+from control.docker.seccomp import default_seccomp_profile
 from control.docker.service import DockerService
 from control.docker.types import ContainerExit, LogStream
 from control.plan.container import (
     ContainerPlan,
     SandboxPlan,
     SandboxSettings,
-    default_seccomp_profile,
     sandbox_container,
 )
 from control.plan.environment import sandbox_environment

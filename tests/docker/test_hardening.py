@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 
+from control.docker.seccomp import default_seccomp_profile
 from control.docker.service import DockerService
-from control.plan.container import SandboxSettings, default_seccomp_profile
+from control.plan.container import SandboxSettings
 from gateway.contract.limits import MIB
 from tests.docker.sandboxes import SMALL, Sandboxes
 from tests.support.engine import PrivateEngine

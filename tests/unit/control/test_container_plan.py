@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
+from control.docker.seccomp import default_seccomp_profile
 from control.plan.container import (
     SandboxPlan,
     SandboxSettings,
-    default_seccomp_profile,
     hardware_address,
     sandbox_container,
 )
