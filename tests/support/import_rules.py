@@ -26,7 +26,7 @@ _PURE_MODULES: Final = (
         "itertools",
         "json",
     ),
-    *("math", "operator", "re", "string", "struct", "textwrap", "tomllib", "types", "typing", "unicodedata"),
+    *("math", "operator", "re", "shlex", "string", "struct", "textwrap", "tomllib", "types", "typing", "unicodedata"),
     *("http.HTTPStatus", "urllib.parse", "zlib", "idna", "msgspec", "orjson"),
 )
 # What reads, prints or waits without an import.
