@@ -34,6 +34,7 @@ DEFAULT_ADDRESS: Final = "unix:/run/opificia/api/control.sock"
 _MAX_LINE_BYTES: Final = 8 * 1024 * 1024
 _CONNECT_S: Final = 10.0
 _ANSWER_S: Final = 60.0
+_RETRY_S: Final = 0.3
 
 T = TypeVar("T")
 
@@ -114,6 +115,36 @@ class ControlClient:
             async for line in _lines(answer):
                 if line.startswith(b"data: "):
                     yield msgspec.json.decode(line[6:], type=EventView)
+
+    async def follow_events(self, session: str, patience_s: float) -> AsyncIterator[EventView]:
+        """Yield a session's events to its end, across restarts of the daemon that take no longer than `patience_s`."""
+        number = 0
+        patience = _Patience(patience_s)
+        while True:
+            try:
+                async for event in self.events(session, after=number):
+                    number = event.number
+                    patience.renew()
+                    yield event
+            except ControlUnavailableError:
+                await patience.wait()
+            else:
+                return
+
+    async def follow_log(self, session: str, stream: str, patience_s: float) -> AsyncIterator[bytes]:
+        """Yield the bytes of one output to the session's end, across restarts as `follow_events` does."""
+        offset = 0
+        patience = _Patience(patience_s)
+        while True:
+            try:
+                async for data in self.log(session, stream, offset=offset, follow=True):
+                    offset += len(data)
+                    patience.renew()
+                    yield data
+            except ControlUnavailableError:
+                await patience.wait()
+            else:
+                return
 
     async def ended(self, session: str) -> SessionView:
         """Wait until a session has ended and return it."""
@@ -209,6 +240,27 @@ class ControlClient:
             raise ControlUnavailableError(
                 f"the control daemon cannot be reached at {self._address}: {_why(error)}"
             ) from error
+
+
+class _Patience:
+    """Bounds how long a daemon that is away is waited for."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._until: float | None = None
+
+    def renew(self) -> None:
+        """Note that it is there."""
+        self._until = None
+
+    async def wait(self) -> None:
+        """Wait before another try. Called while the failure is handled: raises it again when there was enough time."""
+        now = asyncio.get_running_loop().time()
+        if self._until is None:
+            self._until = now + self._seconds
+        if now >= self._until:
+            raise
+        await asyncio.sleep(_RETRY_S)
 
 
 def _path(session: str) -> str:

@@ -1,6 +1,7 @@
 """`opificia run`: from an image and a command to its output and exit code, with the session's states on the way."""
 
 import asyncio
+import contextlib
 import signal
 import sys
 import tempfile
@@ -13,7 +14,7 @@ from control.archive import ArchiveError, Unpacked, unpack
 from control.cli.archive import pack
 from control.cli.output import EXIT_HOST, as_json, fail
 from control.cli.text import Escaper, escape_line
-from control.client import ControlClient
+from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.plan.session import Reason, SessionState
 from control.runner.messages import encode_data
 from control.spec import SandboxSpec
@@ -27,6 +28,8 @@ _EXIT_OF_REASON: Final = {
     Reason.STOPPED_BY_USER: 143,
 }
 _QUEUE_POLL_S: Final = 1.0
+# A restart of the daemon takes seconds, an upgrade a little longer; sessions go on meanwhile.
+_PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,11 +96,12 @@ async def run_session(client: ControlClient, spec: SandboxSpec, options: RunOpti
             if options.in_dir is not None:
                 await _upload(client, session.id, options.in_dir)
             progress.update(await client.launch(session.id))
+            session = await _follow(client, session.id, progress, options)
         except BaseException:
-            # It would stay as it is for ever.
-            await client.stop(session.id)
+            # Nobody would see its end: our output is closed, or it would wait for its launch for ever.
+            with contextlib.suppress(ControlError, ControlUnavailableError):
+                await client.stop(session.id)
             raise
-        session = await _follow(client, session.id, progress, options)
     finally:
         progress.close()
     if options.out_dir is not None:
@@ -152,8 +156,11 @@ async def _watch(client: ControlClient, session: str, progress: Progress) -> Ses
     queueing = asyncio.create_task(_watch_queue(client, session, progress))
     try:
         seen = None
-        async for _event in client.events(session):
-            view = await client.get(session)
+        async for _event in client.follow_events(session, _PATIENCE_S):
+            try:
+                view = await client.get(session)
+            except ControlUnavailableError:
+                continue
             if (view.state, view.queue_position) != seen:
                 seen = (view.state, view.queue_position)
                 progress.update(view)
@@ -166,17 +173,18 @@ async def _watch(client: ControlClient, session: str, progress: Progress) -> Ses
 async def _watch_queue(client: ControlClient, session: str, progress: Progress) -> None:
     """The place in the queue changes with other sessions' events, not with this one's."""
     place = None
-    while (view := await client.get(session)).state is SessionState.CREATED:
-        if view.queue_position != place:
-            place = view.queue_position
-            progress.update(view)
-        await asyncio.sleep(_QUEUE_POLL_S)
+    with contextlib.suppress(ControlUnavailableError):
+        while (view := await client.get(session)).state is SessionState.CREATED:
+            if view.queue_position != place:
+                place = view.queue_position
+                progress.update(view)
+            await asyncio.sleep(_QUEUE_POLL_S)
 
 
 async def _copy(client: ControlClient, session: str, stream: str, options: RunOptions) -> None:
     own = sys.stdout if stream == "stdout" else sys.stderr
     writer = StreamWriter(own, raw=options.raw)
-    async for data in client.log(session, stream, follow=True):
+    async for data in client.follow_log(session, stream, _PATIENCE_S):
         if options.json:
             text, encoding = encode_data(data)
             as_json({"type": "output", "stream": stream, "data": text, "encoding": encoding})

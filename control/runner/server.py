@@ -108,7 +108,7 @@ class RunnerServer:
             await self._complain(connection, error)
             await connection.close(error.reason)
         except (ConnectionError, TimeoutError) as error:
-            log.info("session %s: the runner's connection ended: %s", channel.record.id, error or "it was silent")
+            log.debug("session %s: the runner's connection ended: %s", channel.record.id, error or "it was silent")
             await connection.close("silent")
         finally:
             pinging.cancel()

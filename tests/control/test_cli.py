@@ -96,6 +96,30 @@ async def test_a_second_ctrl_c_gives_no_grace(stopped_host: Host) -> None:
     assert process.returncode == 143
 
 
+async def test_run_goes_on_across_a_restart_of_the_daemon(host: Host) -> None:
+    script = "echo one; until [ -e $0 ]; do sleep 0.05; done; echo two; exit 6"
+    go = host.root / "go"
+    process = await start(host, "run", "sandbox", "--cwd", "/tmp", "--name", "mine", "--", "sh", "-c", script, str(go))
+    await until(lambda: host.manager.record("mine") is not None, "the session")
+    await host.state("mine", SessionState.RUNNING)
+    await until(lambda: host.log("mine") == b"one\n", "its output")
+    await host.stop()
+    go.touch()
+    await host.start()
+    out, err = await process.communicate()
+    assert (process.returncode, out, err) == (6, b"one\ntwo\n", b"")
+
+
+async def test_run_whose_output_is_closed_stops_the_session(host: Host) -> None:
+    process = await start(host, "run", "sandbox", "--cwd", "/tmp", "--name", "mine", "--", "sh", "-c", "yes; true")
+    assert process.stdout is not None
+    await process.stdout.readline()
+    process.stdout._transport.close()  # type: ignore[attr-defined]
+    await until(lambda: host.manager.record("mine") is not None, "the session")
+    assert (await host.ended("mine")).life.state is SessionState.STOPPED
+    await process.wait()
+
+
 async def test_run_says_why_the_host_could_not(host: Host) -> None:
     code, out, err = await opificia(host, "run", "missing", "--", "true")
     assert (code, out) == (125, "")

@@ -8,8 +8,10 @@ from pathlib import Path
 
 import pytest
 
+from control.app import Control, StartError
 from control.config import ControlConfig
 from gateway.runtime.settings import SettingsError, parse
+from tests.control.conftest import Host
 
 
 def problems(text: str) -> list[str]:
@@ -139,3 +141,15 @@ async def test_a_folder_that_cannot_be_used_is_told(root: Path) -> None:
     code, err = await control("--config", str(write(root, paths='data = "/nowhere"')))
     assert code == 1
     assert "[paths] data" in err
+
+
+async def test_a_socket_in_use_is_told_and_left_alone(host: Host) -> None:
+    async def verify() -> list[str]:
+        return []
+
+    second = Control(host.config, host.engine, "host-1", verify)
+    with pytest.raises(StartError, match="another process answers"):
+        async with second.running():
+            pass
+    session = await host.launch("true")
+    assert (await host.ended(session)).life.state.final
