@@ -308,7 +308,7 @@ async def test_a_runner_is_told_to_stop_by_its_signal(line: Line, runner: asynci
     await handle.next()
     runner.terminate()
     assert await runner.wait() == 143
-    assert line.printed() == (b"up\nbye\n", b"")
+    assert line.printed()[0] == b"up\nbye\n"
 
 
 def test_the_reference_runner_is_one_file_for_python_3_8() -> None:
