@@ -3,7 +3,6 @@
 The key is put in here and nowhere else; a credential that the sandbox sent never goes further.
 """
 
-import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -29,15 +28,7 @@ _PRIVATE: Final = frozenset({b"authorization", b"cookie", b"proxy-authorization"
 _DROPPED: Final = _HOP_BY_HOP | _REPLACED | _PRIVATE | KEY_HEADERS
 _FORWARDED: Final = b"x-forwarded-"
 
-_remove_hop_by_hop: Final = re.compile(
-    rb"\r\n(?:%b):[^\r\n]*"
-    % b"|".join(re.escape(name) for name in sorted(_HOP_BY_HOP - {b"transfer-encoding", b"trailer"})),
-    re.IGNORECASE,
-).sub
-_find_framing: Final = re.compile(rb"\r\n(?:content-length:|transfer-encoding:[^\r\n]*chunked)", re.IGNORECASE).search
-_find_connection: Final = re.compile(rb"\r\nconnection:([^\r\n]*)", re.IGNORECASE).findall
-_find_content_type: Final = re.compile(rb"\r\ncontent-type:[ \t]*([^\r\n;]*)", re.IGNORECASE).search
-_find_encoding: Final = re.compile(rb"\r\ncontent-encoding:[ \t]*([^\r\n]*)", re.IGNORECASE).search
+_HOP_MARKS: Final = tuple(b"\r\n" + name + b":" for name in sorted(_HOP_BY_HOP - {b"transfer-encoding", b"trailer"}))
 # Names in `Connection` that are about the connection itself and name no other header.
 _CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"upgrade", b"te", b""})
 
@@ -60,46 +51,70 @@ def passed_headers(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     return b"".join(parts)
 
 
-def reply_head(raw: bytes, *, close: bool, chunked: bool) -> bytes:
-    """Return a reply's head for the client: verbatim but for what is about the provider's connection only.
+class ReplyHead:
+    """A reply's head, whole, that has passed a strict parser. Looked at by plain searches: it is in every request's way."""
 
-    `raw` ends in the empty line and has passed a strict parser. `close` announces that the client's connection ends with
-    the reply. `chunked` adds the framing for a body that the provider ends by closing.
-    """
-    named = {name for value in _find_connection(raw) for name in _named(value)} - _CONNECTION_OPTIONS
-    head = _remove_hop_by_hop(b"", raw)
-    if named:
-        lines = head.split(b"\r\n")
-        kept = [
-            line
-            for line in lines[1:]
-            if line.partition(b":")[0].lower() not in named - {b"transfer-encoding", b"content-length"}
-        ]
-        head = b"\r\n".join(lines[:1] + kept)
-    # An intermediary answers with its own version (RFC 9110 §6.2); to an HTTP/1.0 reply a client would not keep alive.
-    head = b"HTTP/1.1" + head[8:-2]
-    if chunked:
-        head += b"transfer-encoding: chunked\r\n"
-    if close:
-        head += b"connection: close\r\n"
-    return head + b"\r\n"
+    __slots__ = ("_lower", "_raw", "_status")
 
+    def __init__(self, status: int, raw: bytes) -> None:
+        self._status = status
+        self._raw = raw
+        self._lower = raw.lower()
 
-def is_delimited(status: int, raw: bytes) -> bool:
-    """Tell whether the body after a reply's head ends by itself, rather than with the connection (RFC 9112 §6.3)."""
-    return status in (204, 304) or _find_framing(raw) is not None
+    @property
+    def is_delimited(self) -> bool:
+        """Whether the body ends by itself, rather than with the connection (RFC 9112 §6.3)."""
+        if b"\r\ncontent-length:" in self._lower or self._status in (204, 304):
+            return True
+        return any(b"chunked" in value for value in self._values(b"transfer-encoding"))
 
+    @property
+    def is_event_stream(self) -> bool:
+        """Whether the body is server-sent events."""
+        return any(value.startswith(b"text/event-stream") for value in self._values(b"content-type"))
 
-def is_event_stream(raw: bytes) -> bool:
-    """Tell whether a reply's head announces server-sent events."""
-    match = _find_content_type(raw)
-    return match is not None and match[1].strip().lower() == b"text/event-stream"
+    @property
+    def is_encoded(self) -> bool:
+        """Whether the body has a content coding, through which usage cannot be read."""
+        return b"\r\ncontent-encoding:" in self._lower and not {b"", b"identity"}.issuperset(
+            self._values(b"content-encoding")
+        )
 
+    def for_client(self, *, close: bool, chunked: bool) -> bytes:
+        """Return the head for the client: verbatim but for what is about the provider's connection only.
 
-def is_encoded(raw: bytes) -> bool:
-    """Tell whether a reply's head announces a content coding, through which usage cannot be read."""
-    match = _find_encoding(raw)
-    return match is not None and match[1].strip().lower() not in (b"", b"identity")
+        `close` announces that the client's connection ends with the reply. `chunked` adds the framing for a body that the
+        provider ends by closing.
+        """
+        head = self._raw
+        for mark in _HOP_MARKS:
+            if mark in self._lower:
+                head = self._without_hop_by_hop()
+                break
+        # An intermediary answers with its own version (RFC 9110 §6.2); after HTTP/1.0 a client would not keep alive.
+        end = (b"transfer-encoding: chunked\r\n" if chunked else b"") + (b"connection: close\r\n" if close else b"")
+        if end or not head.startswith(b"HTTP/1.1"):
+            head = b"HTTP/1.1" + head[8:-2] + end + b"\r\n"
+        return head
+
+    def _without_hop_by_hop(self) -> bytes:
+        named = {name.strip() for value in self._values(b"connection") for name in value.split(b",")}
+        # Whatever `Connection` names, the framing is never dropped: without it the body's end would be another.
+        dropped = (named | _HOP_BY_HOP) - {b"content-length", b"transfer-encoding", b"trailer"}
+        lines = self._raw.split(b"\r\n")
+        kept = [line for line in lines[1:] if line.partition(b":")[0].lower() not in dropped]
+        return b"\r\n".join((lines[0], *kept))
+
+    def _values(self, name: bytes) -> list[bytes]:
+        """Return the values of a header, in lower case."""
+        mark, lower = b"\r\n" + name + b":", self._lower
+        values: list[bytes] = []
+        start = lower.find(mark)
+        while start >= 0:
+            start += len(mark)
+            values.append(lower[start : lower.index(b"\r\n", start)].strip())
+            start = lower.find(mark, start)
+        return values
 
 
 def _named(value: bytes) -> set[bytes]:

@@ -5,6 +5,8 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from typing import Final
 
+import msgspec
+
 from gateway.contract.ids import is_session_id
 from gateway.core.authority import AuthorityError, parse_absolute_http
 from gateway.core.credentials import MAX_CREDENTIALS_BYTES, parse_bearer
@@ -53,8 +55,7 @@ class Terms:
     encoded: bool
 
 
-@dataclass(frozen=True, slots=True)
-class Request:
+class Request(msgspec.Struct, frozen=True):
     """One request by its head, of which nothing else is of use to the proxy. `passed` are the header lines that go on."""
 
     method: bytes

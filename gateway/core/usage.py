@@ -213,3 +213,6 @@ class NoUsage(UsageReader):
 
     def end(self) -> None:
         pass
+
+
+NO_USAGE: Final = NoUsage()

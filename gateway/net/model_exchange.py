@@ -6,18 +6,19 @@ upstream connection is given back or closed, usage is booked, and the client can
 
 import enum
 import time
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import msgspec
 
 from gateway.core.chunked import LAST_CHUNK, ChunkedError, ChunkedReader, encode_chunk
 from gateway.core.head import Chunked, ContentLength
-from gateway.core.headers import is_delimited, is_encoded, is_event_stream, reply_head
+from gateway.core.headers import ReplyHead
 from gateway.core.model_body import read_body
 from gateway.core.model_budget import Outcome, Reservation
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.model_request import Request
 from gateway.core.redact import Redactor
-from gateway.core.usage import JsonUsage, NoUsage, StreamUsage, UsageReader
+from gateway.core.usage import NO_USAGE, JsonUsage, StreamUsage, UsageReader
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.net.model_proxy import ModelProxy, Provider, Spent
 from gateway.net.upstream import UpstreamConnection
@@ -43,8 +44,7 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
+class Ask(msgspec.Struct, frozen=True):
     """A request whose sender is known: whose it is, of whom, and what."""
 
     session: Session
@@ -84,7 +84,7 @@ class Exchange:
         self._opened = False
         self._sent_any = False
         self._reservation: Reservation | None = None
-        self._usage: UsageReader = NoUsage()
+        self._usage: UsageReader = NO_USAGE
         self._redactor: Redactor | None = None
         # Whether body bytes pass as they are; `_reply_head` goes out with the first of them.
         self._plain = True
@@ -225,16 +225,17 @@ class Exchange:
         self._first_byte_at = time.monotonic()
         self._phase = Phase.REPLYING
         self._replay = None
-        self._rechunk = not is_delimited(status, head)
+        reply = ReplyHead(status, head)
+        self._rechunk = not reply.is_delimited
         if 200 <= status < 300:
-            if self._route.metered and not is_encoded(head):
-                self._usage = StreamUsage() if is_event_stream(head) else JsonUsage()
-        elif status >= 300 and (key := self._ask.provider.key()):
+            if self._route.metered and not reply.is_encoded:
+                self._usage = StreamUsage() if reply.is_event_stream else JsonUsage()
+        elif key := self._ask.provider.key():
             # Some providers repeat the key in the error about it.
             self._redactor = Redactor(key)
-            head = Redactor(key).feed(head)
+            reply = ReplyHead(status, Redactor(key).feed(head))
         close = self._ask.request.terms.close or self.receiving or self._proxy.draining
-        self._reply_head = reply_head(head, close=close, chunked=self._rechunk)
+        self._reply_head = reply.for_client(close=close, chunked=self._rechunk)
         self._plain = False
 
     def body_received(self, body: bytes) -> None:

@@ -3,8 +3,9 @@
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final, Protocol
+
+import msgspec
 
 from gateway.access import AuditLog, ModelCost
 from gateway.config import GatewayConfig
@@ -45,8 +46,7 @@ class Ticking(Protocol):
         """End now."""
 
 
-@dataclass(frozen=True, slots=True)
-class Spent:
+class Spent(msgspec.Struct, frozen=True):
     """What a request that was passed on came to. `status` is 0 and `first_byte_s` None when no reply began."""
 
     status: int
@@ -95,6 +95,9 @@ class ModelProxy:
         self._held_bytes = 0
         self._lingering = 0
         self._waiting = 0
+        # Counted, and not yet in the metrics.
+        self._allowed = 0
+        self._statuses = dict.fromkeys(metrics.model_status, 0)
         self._clients: set[Ticking] = set()
         self._timer: asyncio.TimerHandle | None = None
         model = config.model
@@ -203,8 +206,10 @@ class ModelProxy:
             self._timer = None
         for provider in (self.default, *self.providers.values()):
             await provider.pool.close()
+        self.flush_metrics()
 
     def _tick(self) -> None:
+        self.flush_metrics()
         now = time.monotonic()
         for client in list(self._clients):
             client.tick(now)
@@ -215,6 +220,15 @@ class ModelProxy:
         # The clock stands while there is nothing to look after.
         again = self._clients or idle
         self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick) if again else None
+
+    def flush_metrics(self) -> None:
+        """Pass on what was counted since the last time: Prometheus's counters take a lock for each increment."""
+        self._metrics.allowed["model"].inc(self._allowed)
+        self._allowed = 0
+        for name, count in self._statuses.items():
+            if count:
+                self._metrics.model_status[name].inc(count)
+                self._statuses[name] = 0
 
     # --- bodies that are held
 
@@ -243,7 +257,7 @@ class ModelProxy:
 
     def report_allowed(self, ask: "Ask") -> None:
         """Log the decision to pass a request on."""
-        self._metrics.allowed["model"].inc()
+        self._allowed += 1
         url = ask.provider.url
         self._audit.write(ask.session.id, "allow", "model", url.host, url.port, "", "model")
 
@@ -255,7 +269,7 @@ class ModelProxy:
     def report_closed(self, ask: "Ask", reason: CloseReason | DenyReason, spent: "Spent") -> None:
         """Log the end of a request that was passed on: what it cost, never what was said."""
         url, tokens, whole = ask.provider.url, spent.tokens, reason is CloseReason.DONE
-        self._metrics.model_status[f"{spent.status // 100}xx" if whole else "aborted"].inc()
+        self._statuses[f"{spent.status // 100}xx" if whole else "aborted"] += 1
         if spent.first_byte_s is not None:
             self._metrics.model_first_byte_seconds.observe(spent.first_byte_s)
         cost = ModelCost(

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.chunked import MAX_CHUNKS, ChunkedError, ChunkedReader, encode_chunk
-from gateway.core.headers import passed_headers, reply_head
+from gateway.core.headers import ReplyHead, passed_headers
 from gateway.core.incomplete import INCOMPLETE
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_budget import ModelAccount, Outcome, Reservation
@@ -189,7 +189,7 @@ def test_a_header_named_by_connection_is_dropped_even_when_it_is_wanted_elsewher
 @pytest.mark.parametrize("line", [b"connection: content-length, transfer-encoding, X-A\r\n", b"Connection:X-A\r\n"])
 def test_a_replys_framing_is_never_dropped(line: bytes) -> None:
     raw = b"HTTP/1.1 200 OK\r\n" + line + b"content-length: 5\r\nx-a: 1\r\n\r\n"
-    assert reply_head(raw, close=False, chunked=False) == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
+    assert ReplyHead(200, raw).for_client(close=False, chunked=False) == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 
 
 def test_every_reason_has_a_shape_in_every_providers_language() -> None:
