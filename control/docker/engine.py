@@ -10,8 +10,7 @@ import contextlib
 import json
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import docker.errors
@@ -38,15 +37,6 @@ _REMEDIES: Final = (
     ("bind source path does not exist", "Make the folder, or correct its path in the configuration."),
     ("no space left", "Free space on the engine's disk."),
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Executed:
-    """How a command in a container ended."""
-
-    status: int
-    stdout: str
-    stderr: str
 
 
 class Engine:
@@ -77,22 +67,6 @@ class Engine:
             raise EngineUnavailableError(
                 f"The Docker engine did not answer within {deadline_s:g} s.", "Look at its log; it may hang."
             ) from error
-
-    async def execute(self, container: str, argv: Sequence[str]) -> Executed:
-        """Run a command in a running container of ours and return how it ended."""
-
-        def run(api: Any) -> Executed:
-            execution = api.exec_create(container, list(argv))["Id"]
-            stdout, stderr = api.exec_start(execution, demux=True)
-            status = api.exec_inspect(execution)["ExitCode"]
-            return Executed(
-                # None while the engine has not yet seen its end: never taken for success.
-                -1 if status is None else int(status),
-                (stdout or b"").decode(errors="replace"),
-                (stderr or b"").decode(errors="replace"),
-            )
-
-        return await self.call(run)
 
     async def in_thread(
         self,

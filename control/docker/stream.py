@@ -76,6 +76,16 @@ class Stream:
                 return b""
             raise EngineUnavailableError(f"The engine broke off a stream: {error}.") from error
 
+    def write(self, data: bytes) -> None:
+        """Send bytes the other way, where the engine has made a plain connection of it (attach).
+
+        Raises EngineUnavailableError.
+        """
+        try:
+            self._socket.sendall(data)
+        except OSError as error:
+            raise EngineUnavailableError(f"The engine broke off a stream: {error}.") from error
+
     def abort(self) -> None:
         """End the reading at once, from any thread."""
         self._aborted = True

@@ -9,6 +9,7 @@ import re
 from typing import Any, Final
 
 from control.docker.engine import Engine
+from control.docker.helper import Helper
 from control.docker.types import EngineError, NotFoundError
 from control.plan.container import LABEL_HOST, LABEL_ROLE, LABEL_SESSION, ROLE_OUT, ROLE_VOLUMES
 from gateway.contract.limits import MIB
@@ -27,13 +28,15 @@ class OutVolumes:
     def __init__(self, engine: Engine, host_id: str) -> None:
         self._engine = engine
         self._host_id = host_id
-        self._helper = ""
+        self._helper = Helper(engine, host_id, ROLE_VOLUMES)
 
     async def create(self, session: str, size_bytes: int, inodes: int, owner: tuple[int, int]) -> str:
         """Make the volume for a session and return its name; made before, it is left as it is."""
         size = size_bytes + inodes * _INODE_BYTES + _OVERHEAD_BYTES
         uid, gid = owner
-        device = await self._run("create", self._file(session), str(size), str(inodes), str(uid), str(gid))
+        device = await self._helper.run(
+            [_COMMAND, "create", self._file(session), str(size), str(inodes), str(uid), str(gid)]
+        )
         name = volume_name(session)
         labels = {LABEL_HOST: self._host_id, LABEL_ROLE: ROLE_OUT, LABEL_SESSION: session}
         options = {"type": "ext4", "device": device, "o": "nosuid,nodev,noatime"}
@@ -49,7 +52,7 @@ class OutVolumes:
 
     async def attach(self, session: str) -> None:
         """Make sure that the volume's device is there, as after a reboot."""
-        await self._run("attach", self._file(session))
+        await self._helper.run([_COMMAND, "attach", self._file(session)])
 
     async def remove(self, session: str) -> None:
         """Remove the volume and all that is in it; one that is gone is no error."""
@@ -65,7 +68,7 @@ class OutVolumes:
             # the next restart. Forced, it forgets it, though it still complains; the space is freed below.
             with contextlib.suppress(EngineError):
                 await self._engine.call(lambda api: api.remove_volume(name, force=True))
-        await self._run("remove", self._file(session))
+        await self._helper.run([_COMMAND, "remove", self._file(session)])
 
     async def sessions(self) -> list[str]:
         """Return the sessions that have a volume."""
@@ -78,28 +81,6 @@ class OutVolumes:
         if not _NAME.fullmatch(name):
             raise EngineError(f"{name!r} cannot name a volume.")
         return name
-
-    async def _run(self, *arguments: str) -> str:
-        for _ in range(2):
-            helper = self._helper or await self._find_helper()
-            try:
-                ended = await self._engine.execute(helper, [_COMMAND, *arguments])
-            except NotFoundError:
-                # The helper was made anew since.
-                self._helper = ""
-                continue
-            if ended.status != 0:
-                raise EngineError(f"The volume of a session could not be made or removed: {ended.stderr.strip()}.")
-            self._helper = helper
-            return ended.stdout.strip()
-        raise EngineError("The volumes helper is gone.", "Run `opificia host prepare`.")
-
-    async def _find_helper(self) -> str:
-        filters = {"label": [f"{LABEL_HOST}={self._host_id}", f"{LABEL_ROLE}={ROLE_VOLUMES}"]}
-        found = await self._engine.call(lambda api: api.containers(filters=filters))
-        if not found:
-            raise EngineError("The volumes helper does not run.", "Run `opificia host prepare`.")
-        return str(found[0]["Id"])
 
 
 def volume_name(session: str) -> str:

@@ -27,6 +27,7 @@ ROLE_SANDBOX: Final = "sandbox"
 ROLE_FORWARDER: Final = "forwarder"
 ROLE_VOLUMES: Final = "volumes"
 ROLE_FIREWALL: Final = "firewall"
+ROLE_PREFLIGHT: Final = "preflight"
 ROLE_OUT: Final = "out"
 
 RUNNER_PATH: Final = "/opificia/runner.pyz"

@@ -18,6 +18,7 @@ from control.plan.container import (
     READONLY_PATHS,
     ROLE_FIREWALL,
     ROLE_FORWARDER,
+    ROLE_PREFLIGHT,
     ROLE_VOLUMES,
     ContainerPlan,
     ImageSettings,
@@ -116,17 +117,14 @@ def forwarder_container(plan: HostPlan, host_id: str, image: str, user: tuple[in
 
 def volumes_container(plan: HostPlan, host_id: str, image: str) -> ContainerPlan:
     """Return the helper that makes file systems of limited size: loop devices, no capability, no network."""
-    return _container(
-        helper_name(plan, ROLE_VOLUMES),
+    return _helper(
+        plan,
         ROLE_VOLUMES,
         host_id,
         image,
-        {"User": "0:0"},
+        ["opificia-serve"],
         {
             "NetworkMode": "none",
-            "Memory": 256 * MIB,
-            "MemorySwap": 256 * MIB,
-            "PidsLimit": 64,
             # Of all devices only loop devices and their control.
             "DeviceCgroupRules": ["b 7:* rw", "c 10:237 rw"],
             "Mounts": [
@@ -144,19 +142,14 @@ def firewall_container(plan: HostPlan, host_id: str, image: str) -> ContainerPla
     which the engine makes bridges. It loads them whenever the engine starts it, so that they are there after a reboot.
     """
     load = shlex.join(firewall.load_command(plan.network, firewall.rules(plan.network)))
-    return _host_network_container(
-        helper_name(plan, ROLE_FIREWALL),
-        host_id,
-        image,
-        {"Cmd": ["sh", "-c", f"{load} && exec sleep infinity"]},
-        {"CapAdd": ["NET_ADMIN"]},
-    )
+    command = ["sh", "-c", f"{load} && exec opificia-serve"]
+    return _helper(plan, ROLE_FIREWALL, host_id, image, command, {"NetworkMode": "host", "CapAdd": ["NET_ADMIN"]})
 
 
 def preflight_container(plan: HostPlan, host_id: str, image: str) -> ContainerPlan:
     """Return a helper that lives for the look at the host's routes, before anything is made or changed."""
-    name = f"{helper_name(plan, ROLE_FIREWALL)}-preflight"
-    return _host_network_container(name, host_id, image, {"Cmd": ["sleep", "60"]}, {"RestartPolicy": {"Name": "no"}})
+    config = {"NetworkMode": "host", "RestartPolicy": {"Name": "no"}}
+    return _helper(plan, ROLE_PREFLIGHT, host_id, image, ["opificia-serve"], config)
 
 
 def network_arguments(plan: HostPlan, host_id: str) -> dict[str, Any]:
@@ -211,20 +204,28 @@ def _network_options(network: NetworkSettings) -> dict[str, str]:
     }
 
 
-def _host_network_container(
-    name: str, host_id: str, image: str, body: Mapping[str, Any], host_config: Mapping[str, Any]
+def _helper(
+    plan: HostPlan, role: str, host_id: str, image: str, command: list[str], host_config: Mapping[str, Any]
 ) -> ContainerPlan:
     return _container(
-        name,
-        ROLE_FIREWALL,
+        helper_name(plan, role),
+        role,
         host_id,
         image,
-        {"User": "0:0", **body},
         {
-            "NetworkMode": "host",
+            "User": "0:0",
+            "Cmd": command,
+            # It is asked on its input, by whoever attaches, again and again.
+            "OpenStdin": True,
+            "StdinOnce": False,
+        },
+        {
             "Memory": 256 * MIB,
             "MemorySwap": 256 * MIB,
             "PidsLimit": 64,
+            "Tmpfs": {"/run": "rw,nosuid,nodev,noexec,size=1m,mode=0700"},
+            # Its output is answers, heard by whoever asked.
+            "LogConfig": {"Type": "none"},
             **host_config,
         },
     )

@@ -65,15 +65,14 @@ async def test_the_bridge_has_no_address(engine: PrivateEngine, service: DockerS
 async def test_a_flushed_firewall_is_told_and_mended(
     service: DockerService, plan: HostPlan, engine: PrivateEngine
 ) -> None:
-    container = "opificia-sandbox-firewall"
-    await service._engine.execute(container, ["nft", "flush", "ruleset"])
+    await service._host._firewall.execute(["nft", "flush", "ruleset"])
     assert await _mended(service, plan, "chain input of table inet opificia0 is missing", "chain forward") == [
         "loaded the firewall rules for opificia0"
     ]
 
 
 async def test_a_single_missing_rule_is_told_and_mended(service: DockerService, plan: HostPlan) -> None:
-    await service._engine.execute("opificia-sandbox-firewall", ["nft", "flush", "chain", "inet", "opificia0", "input"])
+    await service._host._firewall.execute(["nft", "flush", "chain", "inet", "opificia0", "input"])
     assert await _mended(service, plan, "chain input of table inet opificia0 holds other rules") == [
         "loaded the firewall rules for opificia0"
     ]
@@ -82,7 +81,7 @@ async def test_a_single_missing_rule_is_told_and_mended(service: DockerService, 
 async def test_rules_are_loaded_by_the_engine_itself_as_after_a_reboot(
     service: DockerService, plan: HostPlan, client: docker.DockerClient
 ) -> None:
-    await service._engine.execute("opificia-sandbox-firewall", ["nft", "flush", "ruleset"])
+    await service._host._firewall.execute(["nft", "flush", "ruleset"])
     await asyncio.to_thread(client.api.restart, "opificia-sandbox-firewall", 5)
     async with asyncio.timeout(10):
         while await service.verify_host(plan):
@@ -193,7 +192,7 @@ async def test_a_subnet_with_a_route_of_the_host_is_refused_before_anything_is_m
         with pytest.raises(EngineError, match=r"overlaps the host's route to 10\.99\.7\.0/24.*choose another"):
             await service.prepare_host(other)
         assert client.networks.list(names=["other"]) == []
-        listing = await service._engine.execute("opificia-sandbox-firewall", ["nft", "list", "tables"])
+        listing = await service._host._firewall.execute(["nft", "list", "tables"])
         assert "other0" not in listing.stdout
         assert [container.name for container in client.containers.list(all=True, filters={"name": "other"})] == []
     finally:

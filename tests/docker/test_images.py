@@ -65,7 +65,7 @@ async def test_an_operators_saved_image_and_root_file_system_can_be_loaded(
     client = engine.client()
     try:
         image = client.images.get("brought-along:1")
-        assert image.attrs["Config"]["Cmd"] == ["sleep", "infinity"]
+        assert image.attrs["Config"]["Cmd"] == ["opificia-serve"]
         # The operator's content must not pass for what the recipe makes.
         assert not image.labels
         saved = tmp_path / "saved.tar"

@@ -14,7 +14,6 @@ from control.plan.host import HostPlan
 from tests.docker.sandboxes import Sandbox, Sandboxes
 from tests.support.engine import PrivateEngine
 
-FIREWALL: Final = "opificia-sandbox-firewall"
 HOST_PORT: Final = 7777
 # A documentation address (RFC 5737) stands for the internet.
 OUTSIDE: Final = "198.51.100.1"
@@ -91,7 +90,7 @@ def only(service: DockerService, plan: HostPlan) -> Chosen:
     @contextlib.asynccontextmanager
     async def chosen(keep: Callable[[str, firewall.Rule], bool]) -> AsyncIterator[None]:
         rules = {name: rule for name, rule in firewall.rules(plan.network).items() if keep(name, rule)}
-        loaded = await service._engine.execute(FIREWALL, firewall.load_command(plan.network, rules))
+        loaded = await service._host._firewall.execute(firewall.load_command(plan.network, rules))
         assert loaded.status == 0, loaded.stderr
         try:
             yield

@@ -156,7 +156,7 @@ async def test_a_removed_volume_leaves_no_device_and_no_file(
     await service.remove_out_volume(sandbox.session)
     assert sandbox.session not in await service.out_volumes()
     assert not os.path.lexists(f"/dev/opificia/{HOST_ID}-{sandbox.session}")
-    listing = await service._engine.execute("opificia-sandbox-volumes", ["ls", "/volumes"])
+    listing = await service._volumes._helper.execute(["ls", "/volumes"])
     assert f"{HOST_ID}-{sandbox.session}" not in listing.stdout
     loops = subprocess.run(["losetup", "--list", "--output", "BACK-FILE"], check=True, capture_output=True, text=True)
     assert f"{HOST_ID}-{sandbox.session}" not in loops.stdout

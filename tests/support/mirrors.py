@@ -21,20 +21,29 @@ _USED: Final = frozenset({"pypi", "npm", "debian"})
 @cache
 def trusted_mirrors() -> tuple[dict[str, Any], ...]:
     """Return tables of `[[egress.trusted]]`, none where the registries are reached directly."""
-    registries = tomllib.loads((CHECKOUT / "gateway/data/registries.toml").read_text())["registry"]
     return tuple(
-        {"hosts": [host], "ports": registry["ports"], "network": network}
-        for registry in registries
-        if registry["name"] in _USED
+        {"hosts": [host], "ports": registry["ports"], "network": str(ipaddress.ip_network(address))}
+        for registry in _registries()
         for host in registry["hosts"]
-        for network in _private_addresses(host)
+        for address in registry_addresses()[host]
+        if address_class(ipaddress.ip_address(address)) is not None
     )
 
 
-def _private_addresses(host: str) -> list[str]:
+@cache
+def registry_addresses() -> dict[str, tuple[str, ...]]:
+    """Return what the hosts of the registries resolve to here; nothing for a name that does not resolve."""
+    return {host: _addresses(host) for registry in _registries() for host in registry["hosts"]}
+
+
+def _registries() -> list[dict[str, Any]]:
+    listed = tomllib.loads((CHECKOUT / "gateway/data/registries.toml").read_text())["registry"]
+    return [registry for registry in listed if registry["name"] in _USED]
+
+
+def _addresses(host: str) -> tuple[str, ...]:
     try:
-        found = {entry[4][0] for entry in socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)}
+        found = {str(entry[4][0]) for entry in socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)}
     except socket.gaierror:
-        return []
-    addresses = [ipaddress.ip_address(text) for text in sorted(str(each) for each in found)]
-    return [str(ipaddress.ip_network(address)) for address in addresses if address_class(address) is not None]
+        return ()
+    return tuple(sorted(found))

@@ -230,7 +230,7 @@ class FakeProvider:
         }
         base = {"id": "chatcmpl-fake", "created": 0, "model": model}
         if not ask.get("stream"):
-            choice = {"index": 0, "message": {"role": "assistant", "content": TEXT}, "finish_reason": "stop"}
+            choice = _openai_choice(ask)
             return web.json_response({**base, "object": "chat.completion", "choices": [choice], "usage": usage})
         with_usage = bool((ask.get("stream_options") or {}).get("include_usage"))
         chunks: list[dict[str, Any]] = [
@@ -256,7 +256,7 @@ class FakeProvider:
         whole = {"id": "resp_fake", "object": "response", "created_at": 0, "model": model, "status": "completed",
                  "output": [item], "usage": usage, "parallel_tool_calls": True, "tool_choice": "auto", "tools": []}  # fmt: skip
         if not ask.get("stream"):
-            return web.json_response(whole)
+            return web.json_response({**whole, "output": [_openai_item(ask) or item]})
         begun = {**whole, "status": "in_progress", "output": [], "usage": None}
         at = {"item_id": "msg_fake", "output_index": 0, "content_index": 0}
         part = item["content"][0]
@@ -299,12 +299,14 @@ def _data(data: Mapping[str, Any]) -> bytes:
 
 async def _paced(start: bytes, count: int | None) -> AsyncIterator[bytes]:
     yield start
+    yield _event("content_block_start", {"index": 0, "content_block": {"type": "text", "text": ""}})
     sent = 0
     while count is None or sent < count:
         await asyncio.sleep(0.025)
         delta = {"type": "text_delta", "text": f"word {sent} "}
         yield _event("content_block_delta", {"index": 0, "delta": delta})
         sent += 1
+    yield _event("content_block_stop", {"index": 0})
     yield _event("message_delta", {"delta": {"stop_reason": "end_turn"}, "usage": {"output_tokens": OUTPUT_TOKENS}})
     yield _event("message_stop", {})
 
@@ -342,6 +344,22 @@ def _anthropic_block_events(block: Mapping[str, Any], model: str) -> list[bytes]
         *(_event("content_block_delta", {"index": 0, "delta": delta}) for delta in deltas),
         _event("content_block_stop", {"index": 0}),
     ]
+
+
+def _openai_choice(ask: Mapping[str, Any]) -> dict[str, Any]:
+    if ask.get("tools") and ask["messages"][-1]["role"] != "tool":
+        function = {"name": ask["tools"][0]["function"]["name"], "arguments": '{"path": "README.md"}'}
+        call = {"id": "call_fake", "type": "function", "function": function}
+        message: dict[str, Any] = {"role": "assistant", "content": None, "tool_calls": [call]}
+        return {"index": 0, "message": message, "finish_reason": "tool_calls"}
+    return {"index": 0, "message": {"role": "assistant", "content": TEXT}, "finish_reason": "stop"}
+
+
+def _openai_item(ask: Mapping[str, Any]) -> dict[str, Any] | None:
+    if ask.get("tools") and ask["input"][-1].get("type") != "function_call_output":
+        return {"type": "function_call", "id": "fc_fake", "call_id": "call_fake", "status": "completed",
+                "name": ask["tools"][0]["name"], "arguments": '{"path": "README.md"}'}  # fmt: skip
+    return None
 
 
 async def _serve(host: str, port: int, key: str) -> None:
