@@ -186,3 +186,36 @@ async def test_a_certificate_that_does_not_fit_is_not_accepted(
         assert fake.requests == []
     finally:
         await fake.close()
+
+
+@pytest.mark.parametrize("took", [False, True])
+async def test_over_tls_too_a_request_is_sent_again_only_if_nothing_of_it_was_taken(
+    authority: trustme.CA, tmp_path: object, *, took: bool
+) -> None:
+    ca_file = f"{tmp_path}/ca.pem"
+    authority.cert_pem.write_to_path(ca_file)
+    closing = asyncio.Event()
+
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(reply(b"{}"))
+        if took:
+            await peer.request()
+        elif not closing.is_set():
+            await closing.wait()
+            # No close_notify: the process died.
+            peer.cut()
+        else:
+            await peer.gone()
+
+    async with scripted(handler, tls=server_context(authority, "localhost")) as upstream:
+        url = f"https://localhost:{upstream.port}"
+        async with running_proxy(url, ca_file=ca_file) as proxy, connected(proxy.port) as client:
+            await client.send(request())
+            assert (await client.reply()).status == 200
+            if not took:
+                closing.set()
+                await upstream.ended[0].wait()
+            await client.send(request(b'{"model":"second"}'))
+            assert (await client.reply()).status == (502 if took else 200)
+            assert sum(bytes(data).count(b"second") for data in upstream.received) == 1

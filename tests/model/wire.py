@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import ssl
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
@@ -184,7 +185,9 @@ class Peer:
 
 
 @contextlib.asynccontextmanager
-async def scripted(handler: Callable[[Peer], Awaitable[None]]) -> AsyncIterator[Upstream]:
+async def scripted(
+    handler: Callable[[Peer], Awaitable[None]], tls: ssl.SSLContext | None = None
+) -> AsyncIterator[Upstream]:
     """Run an upstream whose every connection is served by `handler`, and closed after it."""
     upstream = Upstream()
     failures: list[BaseException] = []
@@ -208,7 +211,7 @@ async def scripted(handler: Callable[[Peer], Awaitable[None]]) -> AsyncIterator[
             ended.set()
             tasks.discard(task)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24)
+    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24, ssl=tls)
     upstream.port = server.sockets[0].getsockname()[1]
     try:
         yield upstream
