@@ -60,6 +60,7 @@ class Stream:
         response = connection.getresponse()
         if response.status >= 400:
             raw = response.read(_MAX_ERROR_BYTES)
+            response.close()
             try:
                 message = str(json.loads(raw)["message"])
             except (ValueError, KeyError, TypeError):

@@ -47,7 +47,7 @@ create)
         mkfs.ext4 -q -F -m 0 -N "$4" -J size=4 -E "root_owner=$5:$6,lazy_itable_init=1,lazy_journal_init=1,nodiscard" \
             "$image.new"
         # lost+found belongs to root and would be listed among the session's results.
-        debugfs -w -R "rmdir lost+found" "$image.new" 2>/dev/null
+        debugfs -w -R "rmdir lost+found" "$image.new" >/dev/null 2>&1
         mv "$image.new" "$image"
     fi
     attach
