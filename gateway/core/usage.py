@@ -52,6 +52,7 @@ class _Reply(msgspec.Struct):
 
 
 _decode: Final = msgspec.json.Decoder(_Reply).decode
+_is_whole: Final = msgspec.json.Decoder(msgspec.Raw).decode
 
 
 @dataclass(slots=True)
@@ -86,7 +87,7 @@ class UsageReader(ABC):
         """The body is whole."""
 
     def ends_with(self, markers: tuple[bytes, ...]) -> bool:
-        """Tell whether the last event is one of `markers`; a reply that is no stream has none to miss."""
+        """Tell whether a body that ended with its connection is whole: its last event is one of `markers`, or it is JSON."""
         return True
 
     def _take(self, data: bytes) -> None:
@@ -201,6 +202,15 @@ class JsonUsage(UsageReader):
         if self._size <= MAX_JSON_BYTES:
             self._take(b"".join(self._held))
         self._held.clear()
+
+    def ends_with(self, markers: tuple[bytes, ...]) -> bool:
+        if self._size > MAX_JSON_BYTES:
+            return True
+        try:
+            _is_whole(b"".join(self._held))
+        except (msgspec.MsgspecError, RecursionError):
+            return False
+        return True
 
 
 class NoUsage(UsageReader):

@@ -183,6 +183,21 @@ async def test_a_stream_that_ends_with_the_connection_before_its_last_event_is_c
             await client.reply()
 
 
+@pytest.mark.parametrize(("body", "whole"), [(b'{"a":[1,2]}', True), (b'{"a":[1,', False)])
+async def test_json_that_ends_with_the_connection_is_passed_on_if_it_is_whole(body: bytes, *, whole: bool) -> None:
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.0 200 OK\r\nContent-Type: application/json\r\n\r\n" + body)
+
+    async with scripted(handler) as upstream, running_proxy(upstream.url) as proxy, connected(proxy.port) as client:
+        await client.send(request())
+        if whole:
+            assert (await client.reply()).body == body
+        else:
+            with pytest.raises(EOFError):
+                await client.reply()
+
+
 async def test_an_event_stream_keeps_its_own_framing_byte_for_byte() -> None:
     body = b"5;x=y\r\ndata:\r\n2\r\n\r\n\r\n0\r\nX-Trailer: t\r\n\r\n"
 
