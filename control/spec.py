@@ -12,6 +12,7 @@ import msgspec
 from gateway.contract.ids import is_session_id
 from gateway.contract.limits import MIB
 from gateway.contract.policy import EgressBudget, ModelBudget, NetworkLevel
+from gateway.core.rules import HostRule, RuleError
 
 # execve(2) takes 128 KiB in one string and a quarter of the stack in all; a request larger than that cannot start.
 MAX_COMMAND_BYTES: Final = 128 * 1024
@@ -34,7 +35,6 @@ _IMAGE: Final = re.compile(
     re.ASCII,
 )
 _ENV_NAME: Final = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,255}", re.ASCII)
-_RULE: Final = re.compile(r"(?:\*\.)?[^\s\x00-\x1f\x7f/@?#]+")
 _RUNTIME: Final = re.compile(r"[a-zA-Z0-9][a-zA-Z0-9_.-]{0,63}", re.ASCII)
 
 # Set by the daemon for every sandbox. A caller who could set them would route a sandbox around its own door or show it
@@ -164,11 +164,7 @@ def _network_problems(spec: SandboxSpec) -> list[str]:
     for field, rules in (("allow", spec.allow), ("deny", spec.deny)):
         if len(rules) > MAX_RULES:
             problems.append(f"{field}: more than {MAX_RULES} rules")
-        problems += [
-            f"{field}: {rule[:80]!r} is not a rule such as host, *.host or host:port"
-            for rule in rules
-            if len(rule) > MAX_RULE_CHARACTERS or not _RULE.fullmatch(rule)
-        ]
+        problems += rule_problems(field, rules[:MAX_RULES])
     for name, budget in (("egress_budget", spec.egress_budget), ("model_budget", spec.model_budget)):
         for field in budget.__struct_fields__:
             if not 0 <= getattr(budget, field) <= MAX_NUMBER:
@@ -177,6 +173,20 @@ def _network_problems(spec: SandboxSpec) -> list[str]:
         problems.append("egress_budget.connections: must be at least 1; use network = none for no connections")
     if len(spec.models) > MAX_RULES or any(not 0 < len(model) <= 256 for model in spec.models):
         problems.append(f"models: at most {MAX_RULES} names of 1 to 256 characters")
+    return problems
+
+
+def rule_problems(field: str, rules: tuple[str, ...]) -> list[str]:
+    """Return what the gateway's own parser has against rules, so that none is found bad only when it is granted."""
+    problems = []
+    for rule in rules:
+        if len(rule) > MAX_RULE_CHARACTERS:
+            problems.append(f"{field}: {rule[:80]!r}… is longer than {MAX_RULE_CHARACTERS} characters")
+            continue
+        try:
+            HostRule.parse(rule)
+        except RuleError as error:
+            problems.append(f"{field}: {error}")
     return problems
 
 

@@ -17,12 +17,16 @@ from control.plan.session import SessionState
 from control.sessions.manager import SessionManager
 from control.spec import SandboxSpec
 from gateway.contract.ids import is_session_id
+from gateway.runtime.settings import SettingsError, convert
 
 MAX_PAGE: Final = 500
 DEFAULT_PAGE: Final = 100
+# An answer stays readable whatever was sent: a body of 2 MiB can hold half a million wrong items.
+MAX_PROBLEMS: Final = 100
+MAX_PROBLEM_CHARACTERS: Final = 300
 _UPLOAD_CHUNK: Final = 256 * 1024
 
-Body = TypeVar("Body")
+Body = TypeVar("Body", bound=msgspec.Struct)
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
@@ -31,12 +35,15 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 
 async def read_body(request: web.Request, kind: type[Body]) -> Body:
-    """Read the request's JSON body as a `kind`. Raises ProblemError."""
+    """Read the request's JSON body as a `kind`. Raises ProblemError with everything that is wrong with its shape."""
     raw = await request.read()
     try:
-        return msgspec.json.decode(raw or b"{}", type=kind)
+        return convert(msgspec.json.decode(raw or b"{}"), kind)
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ProblemError(422, "invalid_body", f"the body is not what is expected: {error}") from error
+        raise ProblemError(422, "invalid_body", f"the body is not JSON: {error}") from error
+    except SettingsError as error:
+        problems = tuple(str(each)[:MAX_PROBLEM_CHARACTERS] for each in error.problems[:MAX_PROBLEMS])
+        raise ProblemError(422, "invalid_body", "the body is not what is expected", problems=problems) from error
 
 
 def session_id(request: web.Request) -> str:

@@ -1,7 +1,7 @@
-"""Settings from a TOML file into frozen msgspec structs, with every problem in one report.
+"""Settings from a TOML file, and other plain data, into frozen msgspec structs, with every problem in one report.
 
-It decides what is wrong with a file; what the settings mean is the daemons' business. A problem names the key, its line
-where the file has one, and what was expected.
+It decides what is wrong with the shape; what the settings mean is the daemons' business. A problem names the key, its
+line where it comes from a file, and what was expected.
 """
 
 import re
@@ -72,6 +72,16 @@ def parse(text: str, kind: type[Settings], source: str = "settings") -> Settings
     return value
 
 
+def convert(data: object, kind: type[Settings], source: str = "body") -> Settings:
+    """Take what was decoded from JSON as a `kind`. Raises SettingsError with every problem; none has a line."""
+    reader = _Reader({}, "an object")
+    value = reader.struct("", data, kind)
+    if reader.problems:
+        raise SettingsError(source, reader.problems)
+    assert isinstance(value, kind)
+    return value
+
+
 _HEADER = re.compile(r"\s*(\[\[?)\s*([A-Za-z0-9_.\"'-]+)\s*\]\]?")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
 
@@ -97,9 +107,11 @@ def _key_lines(text: str) -> dict[str, int]:
 class _Reader:
     """Walks the data beside the struct types and gathers problems instead of stopping at the first."""
 
-    def __init__(self, lines: dict[str, int]) -> None:
+    def __init__(self, lines: dict[str, int], structure: str = "a table") -> None:
         self.problems: list[Problem] = []
         self._lines = lines
+        # What the format calls something with keys.
+        self._structure = structure
 
     def _problem(self, key: str, message: str) -> None:
         line = self._lines.get(key)
@@ -111,14 +123,14 @@ class _Reader:
 
     def struct(self, path: str, data: object, kind: type[msgspec.Struct]) -> msgspec.Struct | None:
         if not isinstance(data, dict):
-            self._problem(path, "must be a table")
+            self._problem(path, f"must be {self._structure}")
             return None
         before = len(self.problems)
         fields = {field.name: field for field in msgspec.structs.fields(kind)}
         values: dict[str, Any] = {}
         bad: set[str] = set()
-        for name in data.keys() - fields.keys():
-            self._problem(self._join(path, name), f"is not a setting; known here: {', '.join(sorted(fields))}")
+        for name in sorted(data.keys() - fields.keys(), key=str):
+            self._problem(self._join(path, name), f"is not known; known here: {', '.join(sorted(fields))}")
         for name, field in fields.items():
             if name in data:
                 count = len(self.problems)

@@ -84,6 +84,23 @@ async def test_every_problem_of_a_spec_at_once(client: ControlClient) -> None:
     assert [each.split(":")[0] for each in found.problems] == ["image", "allow", "time_limit_ms"]
 
 
+async def test_every_problem_of_a_bodys_shape_at_once(http: aiohttp.ClientSession) -> None:
+    body = {"command": ["ok", 7], "network": "all", "resources": {"cpus": "two", "gpus": 1}, "env": [], "surprise": 1}
+    async with http.post("/v1/sessions", json=body) as answer:
+        found = await answer.json(content_type=None)
+    assert (answer.status, found["reason"]) == (422, "invalid_body")
+    assert sorted(each.split(":")[0] for each in found["problems"]) == [
+        *("command[1]", "env", "image", "network", "resources.cpus", "resources.gpus", "surprise")
+    ]
+
+
+async def test_an_answer_about_many_problems_stays_small(http: aiohttp.ClientSession) -> None:
+    async with http.post("/v1/sessions", json={"image": "x", "command": [1] * 100_000}) as answer:
+        raw = await answer.read()
+    assert len(raw) < 40_000
+    assert len(json.loads(raw)["problems"]) == 100
+
+
 async def test_what_does_not_exist_and_what_comes_at_the_wrong_time(client: ControlClient, host: Host) -> None:
     assert await problem(client.get("unknown")) == (404, "no_such_session")
     assert await problem(client.get("UPPER")) == (404, "no_such_session")

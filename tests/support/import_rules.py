@@ -27,7 +27,7 @@ _PURE_MODULES: Final = (
         "json",
     ),
     *("math", "operator", "re", "shlex", "string", "struct", "textwrap", "tomllib", "types", "typing", "unicodedata"),
-    *("http.HTTPStatus", "urllib.parse", "zlib", "idna", "msgspec", "orjson"),
+    *("http.HTTPStatus", "pathlib.PurePosixPath", "urllib.parse", "zlib", "idna", "msgspec", "orjson"),
 )
 # What reads, prints or waits without an import.
 _IMPURE_BUILTINS: Final = frozenset({"open", "print", "input", "breakpoint", "exec", "eval"})
@@ -52,6 +52,8 @@ LAYERS: Final = (
     Layer("gateway.runtime", ("gateway.runtime", "gateway.contract")),
     Layer("gateway", ("gateway",)),
     Layer("control.plan", ("control.plan", "control.spec", *_CONTRACT_VALUES), pure=True),
+    # What may be asked of a sandbox is judged by the gateway's own parser of rules, and by nothing else of it (ADR 5).
+    Layer("control.spec", ("control.spec", *_CONTRACT_VALUES, "gateway.core.rules"), pure=True),
     Layer("control", ("control", "gateway.contract", "gateway.runtime")),
 )
 

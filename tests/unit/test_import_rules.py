@@ -46,6 +46,8 @@ def test_every_module_imports_only_what_its_layer_may() -> None:
         ),
         ("gateway/contract/ids.py", "from gateway.core import head", "imports gateway.core.head"),
         ("control/plan/session.py", "import docker", "imports docker"),
+        ("control/spec.py", "from gateway.core import decide", "imports gateway.core.decide"),
+        ("control/app.py", "from gateway.core.rules import HostRule", "imports gateway.core.rules"),
     ],
 )
 def test_the_check_finds_what_is_forbidden(tmp_path: Path, module: str, source: str, problem: str | None) -> None:
@@ -71,6 +73,7 @@ def test_the_check_finds_what_is_forbidden(tmp_path: Path, module: str, source: 
             "gateway/core/decide.py",
             "from urllib.parse import urlsplit\nfrom gateway.contract.policy import Grant",
         ),
+        ("control/spec.py", "from gateway.core.rules import HostRule\nfrom pathlib import PurePosixPath"),
         ("gateway/core/__init__.py", "from .decide import decide_host"),
     ],
 )
