@@ -34,7 +34,7 @@ from control.sessions.launch import Services
 from control.sessions.manager import SessionManager
 from control.sessions.record import Recorder
 from gateway.runtime.addresses import ListenError, listen, parse_address
-from gateway.runtime.notify import notify
+from gateway.runtime.notify import feed_watchdog, notify
 
 log = logging.getLogger(__name__)
 
@@ -132,11 +132,13 @@ class Control:
             await asyncio.wait([ready, *tasks], return_when=asyncio.FIRST_COMPLETED)
             _raise_first(tasks)
             await self._open_api(stack, manager)
+            watchdog = asyncio.create_task(feed_watchdog(_take_turns))
             notify("READY=1")
             try:
                 yield manager
             finally:
                 notify("STOPPING=1")
+                watchdog.cancel()
 
     async def _prepare(self) -> SessionManager:
         config = self.config
@@ -240,6 +242,11 @@ async def _background() -> AsyncIterator[list[asyncio.Task[None]]]:
 
 def _read(path: str, setting: str) -> str:
     try:
+async def _take_turns() -> None:
+    """Return when the loop and a worker thread have had their turns: archives, logs and journals are written by those."""
+    await asyncio.to_thread(lambda: None)
+
+
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(

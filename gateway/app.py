@@ -33,10 +33,11 @@ from gateway.net.own_addresses import REFRESH_S, read_own_addresses
 from gateway.net.pipes import PipePool
 from gateway.net.poller import Poller
 from gateway.net.resolve import Resolver
+from gateway.net.progress import Progress
 from gateway.net.services import Services
 from gateway.registry import Registry
 from gateway.runtime.addresses import TcpAddress, listen, parse_address
-from gateway.runtime.notify import notify, passed_sockets
+from gateway.runtime.notify import feed_watchdog, notify, notify_reloading, passed_sockets
 from gateway.runtime.settings import SettingsError
 
 log = logging.getLogger("gateway.app")
@@ -161,6 +162,9 @@ class App:
             listener.start()
             notify("READY=1")
             log.info("serving sandboxes on %s", config.listen.sandbox)
+            progress = Progress(poller)
+            closers.append(progress.close)
+            watchdog = loop.create_task(feed_watchdog(progress.prove))
             await self._stopping.wait()
             notify("STOPPING=1")
             listener.stop()
@@ -169,6 +173,8 @@ class App:
             await self._drain(limits.drain_ms / 1000)
         finally:
             for closer in closers:
+            # Only now: draining is progress too.
+            watchdog.cancel()
                 result = closer()
                 if result is not None:
                     await result
@@ -198,6 +204,7 @@ class App:
         """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
         try:
             self._key.reload()
+        notify_reloading()
             self.gateway.model.reload_keys()
             if self._config.sessions.file:
                 problems = self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file)))
@@ -209,6 +216,7 @@ class App:
         services.facts = self._facts()
         log.info("reloaded")
 
+        notify("READY=1")
     async def _keep_facts_current(self, services: Services) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)

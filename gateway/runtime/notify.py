@@ -1,10 +1,14 @@
 """What a daemon tells systemd (sd_notify(3)) and what it is handed (sd_listen_fds(3)). Does nothing elsewhere."""
 
+import asyncio
 import os
 import socket
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 
 _FIRST_FD = 3
+# A watchdog is fed this often within its time: one late turn of a loaded machine is not a hang.
+_FEEDINGS = 3
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -21,6 +25,33 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> bool:
         except OSError:
             return False
     return True
+
+
+def notify_reloading(environment: Mapping[str, str] = os.environ) -> bool:
+    """Tell the service manager that a reload begins; `READY=1` ends it."""
+    return notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}", environment)
+
+
+def watchdog_s(environment: Mapping[str, str] = os.environ) -> float | None:
+    """Return within how many seconds the service manager wants a sign of life (sd_watchdog_enabled(3)); None: never."""
+    if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
+        return None
+    microseconds = environment.get("WATCHDOG_USEC", "")
+    return int(microseconds) / 1e6 if microseconds.isdigit() and int(microseconds) else None
+
+
+async def feed_watchdog(prove: Callable[[], Awaitable[object]], environment: Mapping[str, str] = os.environ) -> None:
+    """Say WATCHDOG=1 each time that `prove` has returned; returns at once where nobody wants it.
+
+    What does not make progress never returns from `prove`, and the service manager restarts it.
+    """
+    interval = watchdog_s(environment)
+    if interval is None:
+        return
+    while True:
+        await prove()
+        notify("WATCHDOG=1", environment)
+        await asyncio.sleep(interval / _FEEDINGS)
 
 
 def passed_sockets(environment: Mapping[str, str] = os.environ) -> dict[str, socket.socket]:
