@@ -99,11 +99,10 @@ class Sandbox:
                 await asyncio.sleep(0.01)
 
     async def close(self) -> None:
-        """Remove it with its volume."""
+        """Remove it."""
         await self._service.remove(self.container)
         self._following.cancel()
         await asyncio.gather(self._following, return_exceptions=True)
-        await self._service.remove_out_volume(self.session)
 
 
 class Sandboxes:
@@ -117,6 +116,7 @@ class Sandboxes:
         self._in.mkdir()
         (self._in / "task.txt").write_text("the task\n")
         self._all: list[Sandbox] = []
+        self._sessions: list[str] = []
 
     @property
     def launched(self) -> list[Sandbox]:
@@ -140,6 +140,7 @@ class Sandboxes:
         number = next(_numbers)
         # Loop devices belong to the machine, so names differ from run to run.
         session = f"{_RUN}-{number}"
+        self._sessions.append(session)
         image = await self._service.image("opificia-sandbox:latest")
         assert image is not None
         extra = fields.pop("environment", {})
@@ -180,3 +181,5 @@ class Sandboxes:
     async def close(self) -> None:
         """Remove all."""
         await asyncio.gather(*(sandbox.close() for sandbox in self._all))
+        # Also of those that could not be made.
+        await asyncio.gather(*(self._service.remove_out_volume(session) for session in self._sessions))

@@ -287,7 +287,7 @@ level = "error"
                     container.remove(force=True, v=True)
             for network in client.networks.list(filters={"type": "custom"}):
                 network.remove()
-            _detach_loop_devices(self._data)
+            _detach_loop_devices(self._data / "docker" / "volumes")
             for volume in client.volumes.list():
                 # After a restart with live-restore the engine counts a mount too many of a volume, and gives it
                 # up only at its next start.
@@ -319,12 +319,13 @@ level = "error"
         return names_folder or f"/{self._cgroup}/" in cgroups(pid)
 
 
-def _detach_loop_devices(folder: Path) -> None:
+def _detach_loop_devices(volumes: Path) -> None:
     """Detach the loop devices of images in the engine's volumes, else their disk space is never given back.
 
     They are found by file: the path that the kernel knows is that of the container which attached them.
     """
-    for image in folder.glob("docker/volumes/*/_data/*.ext4"):
+    for image in volumes.glob("*/_data/*.ext4"):
+        (Path("/dev/opificia") / image.stem).unlink(missing_ok=True)
         found = subprocess.run(
             ["losetup", "--noheadings", "--output", "NAME", "--associated", str(image)],
             check=True,
@@ -333,9 +334,6 @@ def _detach_loop_devices(folder: Path) -> None:
         )
         for device in found.stdout.split():
             subprocess.run(["losetup", "--detach", device], check=False)
-            for link in Path("/dev/opificia").glob("*"):
-                if link.is_symlink() and str(link.readlink()) == device:
-                    link.unlink(missing_ok=True)
 
 
 def _remove_cgroup(path: Path) -> None:
