@@ -201,7 +201,9 @@ class Control:
             return await self._health(manager)
 
         def application(bearer: str = "") -> web.Application:
-            return api_application(manager, health, registry(figures), Path(config.paths.egress_logs), bearer)
+            return api_application(
+                manager, self.link, health, registry(figures), Path(config.paths.egress_logs), bearer
+            )
 
         await stack.enter_async_context(_site(application(), config.listen.api, API_SHUTDOWN_S))
         if config.listen.tcp:
@@ -240,13 +242,13 @@ async def _background() -> AsyncIterator[list[asyncio.Task[None]]]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _read(path: str, setting: str) -> str:
-    try:
 async def _take_turns() -> None:
     """Return when the loop and a worker thread have had their turns: archives, logs and journals are written by those."""
     await asyncio.to_thread(lambda: None)
 
 
+def _read(path: str, setting: str) -> str:
+    try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
         raise StartError(

@@ -17,7 +17,10 @@ import aiohttp
 import msgspec
 
 from control.api.types import (
+    EgressCheck,
+    EgressChecked,
     EventView,
+    GatewayView,
     Health,
     LogLine,
     Problem,
@@ -172,6 +175,14 @@ class ControlClient:
         async with self._request("GET", f"{_path(session)}/egress", query=query) as answer:
             async for line in _lines(answer):
                 yield msgspec.json.decode(line, type=dict[str, Any])
+
+    async def check_egress(self, check: EgressCheck) -> EgressChecked:
+        """Ask what the gateway would decide about hosts."""
+        return await self._call("POST", "/v1/egress/check", EgressChecked, body=check)
+
+    async def gateway(self) -> GatewayView:
+        """Return the gateway and the sessions that it serves."""
+        return await self._call("GET", "/v1/gateway", GatewayView)
 
     async def run(self, session: str, command: RunRequest) -> AsyncIterator[RunLine]:
         """Run a command in a session; leaving the iteration early cancels it."""

@@ -7,7 +7,7 @@ whoever waits for an acknowledgement goes on waiting until the gateway has one f
 import asyncio
 import logging
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -17,6 +17,8 @@ from gateway.contract.framing import FrameReader, FramingError, encode
 from gateway.contract.messages import (
     PROTOCOL_VERSION,
     Ack,
+    EgressAnswer,
+    EgressQuestion,
     FromControl,
     FromGateway,
     PutGrant,
@@ -25,7 +27,8 @@ from gateway.contract.messages import (
     UsageReport,
     Welcome,
 )
-from gateway.contract.policy import Grant, Usage
+from gateway.contract.opinion import EgressOpinion
+from gateway.contract.policy import Grant, NetworkLevel, Usage
 from gateway.runtime.addresses import UnixAddress
 
 log = logging.getLogger(__name__)
@@ -108,11 +111,21 @@ class GatewayLink:
         self._synced = asyncio.Event()
         self._serial = 0
         self._waiting: dict[int, asyncio.Future[tuple[str, ...]]] = {}
+        self._asking: dict[int, asyncio.Future[EgressAnswer]] = {}
 
     @property
     def connected(self) -> bool:
         """Whether the gateway is there and knows all grants."""
         return self._synced.is_set()
+
+    @property
+    def epoch(self) -> str:
+        """The epoch of the gateway that was connected last, empty before the first."""
+        return self._epoch or ""
+
+    def grants(self) -> list[Grant]:
+        """Return all grants that are held."""
+        return list(self._grants.values())
 
     def hold(self, grants: Iterable[Grant]) -> None:
         """Take up grants that were in force before a restart; the next snapshot brings them."""
@@ -139,6 +152,33 @@ class GatewayLink:
         self._grants.pop(session, None)
         await self._acknowledged(lambda serial: RevokeGrant(serial, session))
 
+    async def opinions(
+        self, network: NetworkLevel, allow: Sequence[str], deny: Sequence[str], hosts: Sequence[str], timeout_s: float
+    ) -> tuple[EgressOpinion, ...]:
+        """Return what the gateway would decide about each host under a policy.
+
+        Raises GrantRefusedError with what is wrong with the policy, GatewayUnavailableError.
+        """
+        writer = self._writer
+        if writer is None or not self.connected:
+            raise GatewayUnavailableError("the gateway is not connected")
+        question = EgressQuestion(self._next_serial(), network, tuple(allow), tuple(deny), tuple(hosts))
+        answering: asyncio.Future[EgressAnswer] = asyncio.get_running_loop().create_future()
+        self._asking[question.serial] = answering
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._send(writer, question)
+                answer = await answering
+        except TimeoutError as error:
+            raise GatewayUnavailableError(f"the gateway did not answer within {timeout_s:g} s") from error
+        except (_LostError, OSError) as error:
+            raise GatewayUnavailableError("the gateway went away before it answered") from error
+        finally:
+            self._asking.pop(question.serial, None)
+        if answer.problems:
+            raise GrantRefusedError(answer.problems)
+        return answer.opinions
+
     async def run(self) -> None:
         """Stay connected until cancelled."""
         retry = FIRST_RETRY_S
@@ -157,7 +197,11 @@ class GatewayLink:
             for waiting in self._waiting.values():
                 if not waiting.done():
                     waiting.set_exception(_LostError())
+            for asking in self._asking.values():
+                if not asking.done():
+                    asking.set_exception(_LostError())
             self._waiting.clear()
+            self._asking.clear()
             await asyncio.sleep(retry * random.uniform(0.5, 1.0))  # noqa: S311 - spreads, hides nothing
             retry = min(2 * retry, LAST_RETRY_S)
 
@@ -199,6 +243,10 @@ class GatewayLink:
                 waiting = self._waiting.pop(serial, None)
                 if waiting is not None and not waiting.done():
                     waiting.set_result(problems)
+            case EgressAnswer(serial):
+                asking = self._asking.pop(serial, None)
+                if asking is not None and not asking.done():
+                    asking.set_result(message)
             case UsageReport(epoch, session, usage):
                 self.usage.report(session, epoch, usage)
             case Welcome():

@@ -90,6 +90,17 @@ class SandboxSpec(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_on
     time_limit_ms: int = 0
 
 
+class SessionPolicy(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """The part of a spec that the gateway enforces: what a policy file holds, and what can be asked about before a session."""
+
+    network: NetworkLevel = NetworkLevel.NONE
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
+    egress_budget: EgressBudget = EgressBudget()
+    model_budget: ModelBudget = ModelBudget()
+    models: tuple[str, ...] = ()
+
+
 class Bounds(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """What the operator allows at most: sizes, the time limit, folders that may be mounted, runtimes beside the default."""
 
@@ -109,10 +120,15 @@ def spec_problems(spec: SandboxSpec, bounds: Bounds) -> list[str]:
         *_identity_problems(spec),
         *_command_problems(spec.command, spec.cwd),
         *env_problems(spec.env),
-        *_network_problems(spec),
+        *policy_problems(policy_of(spec)),
         *_resource_problems(spec, bounds),
         *_folder_problems(spec.in_dir, bounds.in_roots),
     ]
+
+
+def policy_of(spec: SandboxSpec) -> SessionPolicy:
+    """Return the part of a spec that the gateway enforces."""
+    return SessionPolicy(**{name: getattr(spec, name) for name in SessionPolicy.__struct_fields__})
 
 
 def command_problems(argv: tuple[str, ...], cwd: str, env: dict[str, str]) -> list[str]:
@@ -159,19 +175,20 @@ def env_problems(env: dict[str, str]) -> list[str]:
     return problems
 
 
-def _network_problems(spec: SandboxSpec) -> list[str]:
+def policy_problems(policy: SessionPolicy) -> list[str]:
+    """Return every problem of a policy, each a sentence that begins with the field."""
     problems = []
-    for field, rules in (("allow", spec.allow), ("deny", spec.deny)):
+    for field, rules in (("allow", policy.allow), ("deny", policy.deny)):
         if len(rules) > MAX_RULES:
             problems.append(f"{field}: more than {MAX_RULES} rules")
         problems += rule_problems(field, rules[:MAX_RULES])
-    for name, budget in (("egress_budget", spec.egress_budget), ("model_budget", spec.model_budget)):
+    for name, budget in (("egress_budget", policy.egress_budget), ("model_budget", policy.model_budget)):
         for field in budget.__struct_fields__:
             if not 0 <= getattr(budget, field) <= MAX_NUMBER:
                 problems.append(f"{name}.{field}: must be between 0 and 2^53")
-    if spec.egress_budget.connections == 0:
+    if policy.egress_budget.connections == 0:
         problems.append("egress_budget.connections: must be at least 1; use network = none for no connections")
-    if len(spec.models) > MAX_RULES or any(not 0 < len(model) <= 256 for model in spec.models):
+    if len(policy.models) > MAX_RULES or any(not 0 < len(model) <= 256 for model in policy.models):
         problems.append(f"models: at most {MAX_RULES} names of 1 to 256 characters")
     return problems
 

@@ -19,6 +19,7 @@ from gateway.core.rules import RegistryList, RuleErrors, load_registries
 from gateway.core.verdict import CloseReason
 from gateway.credentials import ModelKey, ModelKeyError
 from gateway.metrics import Metrics
+from gateway.net.advice import Adviser
 from gateway.net.connect import Waits
 from gateway.net.descriptors import DescriptorBudget, raise_descriptor_limit
 from gateway.net.dial import Dialer
@@ -32,8 +33,8 @@ from gateway.net.model_proxy import ProviderError
 from gateway.net.own_addresses import REFRESH_S, read_own_addresses
 from gateway.net.pipes import PipePool
 from gateway.net.poller import Poller
-from gateway.net.resolve import Resolver
 from gateway.net.progress import Progress
+from gateway.net.resolve import Resolver
 from gateway.net.services import Services
 from gateway.registry import Registry
 from gateway.runtime.addresses import TcpAddress, listen, parse_address
@@ -67,14 +68,14 @@ class App:
 
     def __init__(self, config: GatewayConfig) -> None:
         self._config = config
-        registries = read_registries(config)
+        self._registries = read_registries(config)
         try:
             self._key = ModelKey(config.model.api_key_file)
         except ModelKeyError as error:
             raise StartError(str(error)) from error
         # Without a contract socket the file is all there is to know, so the picture is whole at once.
         registry = Registry(
-            registries,
+            self._registries,
             require_address=config.listen.proxy_protocol,
             ready=not config.listen.contract,
             max_waiters=config.limits.egress_waiters_per_session,
@@ -148,7 +149,8 @@ class App:
             listener = Listener(services, self._socket(passed, "sandbox", config.listen.sandbox))
             closers.append(listener.close)
             if config.listen.contract:
-                contract = ContractServer(self.gateway, epoch=secrets.token_hex(8))
+                adviser = Adviser(services, self._registries)
+                contract = ContractServer(self.gateway, secrets.token_hex(8), adviser.answer)
                 await contract.start(self._socket(passed, "contract", config.listen.contract))
                 closers.append(contract.close)
             if config.listen.metrics:
@@ -160,21 +162,21 @@ class App:
             loop.add_signal_handler(signal.SIGHUP, self._reload, services)
             refresh = loop.create_task(self._keep_facts_current(services))
             listener.start()
-            notify("READY=1")
-            log.info("serving sandboxes on %s", config.listen.sandbox)
             progress = Progress(poller)
             closers.append(progress.close)
             watchdog = loop.create_task(feed_watchdog(progress.prove))
+            notify("READY=1")
+            log.info("serving sandboxes on %s", config.listen.sandbox)
             await self._stopping.wait()
             notify("STOPPING=1")
             listener.stop()
             refresh.cancel()
             self.gateway.model.drain()
             await self._drain(limits.drain_ms / 1000)
-        finally:
-            for closer in closers:
             # Only now: draining is progress too.
             watchdog.cancel()
+        finally:
+            for closer in closers:
                 result = closer()
                 if result is not None:
                     await result
@@ -202,9 +204,9 @@ class App:
 
     def _reload(self, services: Services) -> None:
         """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
+        notify_reloading()
         try:
             self._key.reload()
-        notify_reloading()
             self.gateway.model.reload_keys()
             if self._config.sessions.file:
                 problems = self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file)))
@@ -214,9 +216,9 @@ class App:
             log.error("reload: %s", error)
         services.resolver.reload()
         services.facts = self._facts()
+        notify("READY=1")
         log.info("reloaded")
 
-        notify("READY=1")
     async def _keep_facts_current(self, services: Services) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)

@@ -9,6 +9,7 @@ from aiohttp import web
 from control.api.types import Problem
 from control.db.store import KeyReusedError, SessionExistsError, StoreUnavailableError
 from control.docker.types import EngineError
+from control.link import GatewayUnavailableError, GrantRefusedError
 from control.plan.admission import AdmissionError
 from control.runner.channel import NotAllowedError
 from control.sessions.folders import InputError
@@ -58,6 +59,10 @@ def describe(error: Exception) -> Problem | None:
             return _problem(409, "wrong_state", str(error))
         case AdmissionError():
             return _problem(503 if error.later else 422, "no_room", str(error))
+        case GrantRefusedError():
+            return _problem(422, "invalid_policy", "the gateway refuses the policy", error.problems)
+        case GatewayUnavailableError():
+            return _problem(503, "gateway_unavailable", str(error), remedy="check opificia-gateway")
         case InputError():
             return _problem(422, "invalid_input", str(error))
         case StoreUnavailableError():

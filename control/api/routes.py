@@ -4,7 +4,10 @@ from typing import Final
 
 from control.api.openapi import Operation, Parameter
 from control.api.types import (
+    EgressCheck,
+    EgressChecked,
     EventView,
+    GatewayView,
     Health,
     RunLine,
     RunRequest,
@@ -112,6 +115,22 @@ OPERATIONS: Final = (
         answer_type=_NDJSON,
         parameters=(_FOLLOW,),
         errors=(404,),
+    ),
+    Operation(
+        "POST",
+        "/v1/egress/check",
+        "check_egress",
+        "What the gateway would decide about hosts, under the policy of a session or another one; nothing is connected to",
+        body=EgressCheck,
+        answer=EgressChecked,
+        errors=(404, 422, 503),
+    ),
+    Operation(
+        "GET",
+        "/v1/gateway",
+        "gateway",
+        "The gateway and the sessions that it serves",
+        answer=GatewayView,
     ),
     Operation(
         "POST",

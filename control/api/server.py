@@ -10,12 +10,14 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry, generate_latest
 
+from control.api.gateway import GatewayHandlers
 from control.api.openapi import document
 from control.api.problems import ProblemError, problem_middleware
 from control.api.routes import OPERATIONS
 from control.api.sessions import SessionHandlers, json_response
 from control.api.streams import StreamHandlers
 from control.api.types import Health
+from control.link import GatewayLink
 from control.sessions.manager import SessionManager
 
 # A spec with its environment, command and rules at their limits is about 600 KB.
@@ -24,6 +26,7 @@ MAX_BODY_BYTES: Final = 2 * 1024 * 1024
 
 def api_application(
     manager: SessionManager,
+    link: GatewayLink,
     health: Callable[[], Awaitable[Health]],
     metrics: CollectorRegistry,
     egress_logs: Path,
@@ -32,6 +35,7 @@ def api_application(
     """Return the API; with `bearer`, every request must carry that token."""
     sessions = SessionHandlers(manager)
     streams = StreamHandlers(manager, egress_logs)
+    gateway = GatewayHandlers(manager, link)
     openapi = msgspec.json.encode(document(OPERATIONS))
 
     async def show_health(_request: web.Request) -> web.StreamResponse:
@@ -56,6 +60,8 @@ def api_application(
         "egress": streams.egress,
         "run": streams.run,
         "out": streams.out,
+        "check_egress": gateway.check,
+        "gateway": gateway.status,
         "health": show_health,
         "metrics": show_metrics,
         "openapi": show_openapi,

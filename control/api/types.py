@@ -8,6 +8,8 @@ from msgspec import Meta
 
 from control.plan.session import Event, Reason, SessionState
 from control.runner.messages import Encoding, Stream
+from control.spec import SessionPolicy
+from gateway.contract.opinion import EgressOpinion
 from gateway.contract.policy import NetworkLevel, Usage
 
 
@@ -36,6 +38,8 @@ class SessionView(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True)
     oom_killed: bool = False
     image_id: str = ""
     usage: Usage | None = None
+    allow: tuple[str, ...] = ()
+    deny: tuple[str, ...] = ()
 
 
 class SessionPage(msgspec.Struct, frozen=True):
@@ -43,6 +47,41 @@ class SessionPage(msgspec.Struct, frozen=True):
 
     sessions: tuple[SessionView, ...]
     next: str | None = None
+
+
+class EgressCheck(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """What would the gateway decide about these hosts (`host`, `host:port`; the port is 443 if not given)?
+
+    Under the policy of a `session`, ended or not, or under a `policy` of one's own; exactly one of them.
+    """
+
+    hosts: Annotated[tuple[str, ...], Meta(min_length=1, max_length=64)]
+    session: str = ""
+    policy: SessionPolicy | None = None
+
+
+class EgressChecked(msgspec.Struct, frozen=True):
+    """The gateway's opinions, in the order of the hosts, and the policy that they come from."""
+
+    policy: SessionPolicy
+    opinions: tuple[EgressOpinion, ...]
+
+
+class GatewaySession(msgspec.Struct, frozen=True):
+    """A session that the gateway serves, and what it has used."""
+
+    id: str
+    network: NetworkLevel
+    address: str
+    usage: Usage
+
+
+class GatewayView(msgspec.Struct, frozen=True):
+    """The gateway as control knows it. `epoch` is that of the gateway's process, empty before the first connection."""
+
+    connected: bool
+    epoch: str
+    sessions: tuple[GatewaySession, ...]
 
 
 class StopRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

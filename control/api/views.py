@@ -35,4 +35,6 @@ def session_view(stored: StoredSession, queue_position: int | None = None, usage
         oom_killed=life.exit is not None and life.exit.oom_killed,
         image_id=life.image_id,
         usage=usage,
+        allow=spec.allow,
+        deny=spec.deny,
     )

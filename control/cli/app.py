@@ -6,8 +6,10 @@ from typing import Annotated
 
 import typer
 
+from control.cli.egress import egress
 from control.cli.host import host, images
-from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table, with_client
+from control.cli.out import out
+from control.cli.output import EXIT_HOST, as_json, fail, with_client
 
 app = typer.Typer(
     name="opificia",
@@ -18,8 +20,10 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
+app.add_typer(egress, name="egress")
 app.add_typer(host, name="host")
 app.add_typer(images, name="images")
+app.add_typer(out, name="out")
 
 Json = Annotated[bool, typer.Option("--json", help="JSON for programs instead of text for people.")]
 SessionArg = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id; see `opificia sessions`.")]
@@ -33,7 +37,8 @@ def run(
     command: Annotated[list[str] | None, typer.Argument(help="Command and arguments, after `--`.")] = None,
     in_dir: Annotated[Path | None, typer.Option("--in", help="Folder to copy to /in (read-only there).")] = None,
     out_dir: Annotated[Path | None, typer.Option("--out", help="Folder to which /out is copied at the end.")] = None,
-    network: Annotated[str, typer.Option(help="none, registries, or open.")] = "none",
+    policy: Annotated[Path | None, typer.Option(help="Policy file; the options below change or add to it.")] = None,
+    network: Annotated[str, typer.Option(help="none (the default), registries, or open.")] = "",
     allow: Annotated[list[str] | None, typer.Option(help="Also allow host, *.host or host:port; repeatable.")] = None,
     deny: Annotated[list[str] | None, typer.Option(help="Deny it whatever else allows it; repeatable.")] = None,
     env: Annotated[list[str] | None, typer.Option("--env", "-e", help="NAME=VALUE, or NAME to pass on.")] = None,
@@ -57,27 +62,32 @@ def run(
     Example: opificia run opificia-sandbox:latest --network registries --in . --out results -- npm test
     """
     from control.cli.parse import ParseError, duration_ms, environment, level, size_bytes
+    from control.cli.policy import load_policy
     from control.cli.run import RunOptions, run_session
-    from control.spec import Resources, SandboxSpec
+    from control.spec import Resources, SandboxSpec, SessionPolicy
     from gateway.contract.policy import EgressBudget
+    from gateway.runtime.settings import SettingsError
 
     try:
+        given = SessionPolicy() if policy is None else load_policy(policy)
+        limit = size_bytes("--budget", budget)
         spec = SandboxSpec(
             image=image,
             session_id=name,
             command=tuple(command or ()),
             cwd=cwd,
             env=environment(env or []),
-            network=level(network),
-            allow=tuple(allow or ()),
-            deny=tuple(deny or ()),
-            egress_budget=EgressBudget(bytes=size_bytes("--budget", budget)),
-            models=tuple(model or ()),
+            network=level(network) if network else given.network,
+            allow=(*given.allow, *(allow or ())),
+            deny=(*given.deny, *(deny or ())),
+            egress_budget=EgressBudget(limit, given.egress_budget.connections) if limit else given.egress_budget,
+            model_budget=given.model_budget,
+            models=(*given.models, *(model or ())),
             resources=Resources(memory_bytes=size_bytes("--memory", memory), cpus=cpus),
             runtime=runtime,
             time_limit_ms=duration_ms("--time-limit", time_limit),
         )
-    except ParseError as error:
+    except (ParseError, SettingsError) as error:
         fail(str(error), 2)
     if not spec.command:
         fail("there is no command; give one after `--`", 2)
@@ -88,34 +98,23 @@ def run(
 @app.command("sessions")
 def sessions(
     state: Annotated[list[str] | None, typer.Option(help="Only sessions in this state; repeatable.")] = None,
-    limit: Annotated[int, typer.Option(min=1, max=500, help="At most this many.")] = 50,
+    limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
+    watch: Annotated[bool, typer.Option("--watch", "-w", help="Show them again whenever they change.")] = False,
     json: Json = False,
 ) -> None:
-    """List sessions, the newest first."""
+    """List sessions, the newest first.
+
+    Example: opificia sessions --state running --watch
+    """
     from control.cli.parse import ParseError, states
+    from control.cli.sessions import show_sessions, watch_sessions
 
     try:
         wanted = states(state or [])
     except ParseError as error:
         fail(str(error), 2)
-    page = with_client(lambda client: client.list(wanted, limit))
-    if json:
-        as_json(page)
-        return
-    made = table("SESSION", "STATE", "REASON", "EXIT", "NETWORK", "IMAGE", "CREATED", "COMMAND")
-    for each in page.sessions:
-        place = f" ({each.queue_position})" if each.queue_position else ""
-        made.add_row(
-            each.id,
-            f"{each.state}{place}",
-            each.reason or "",
-            "" if each.exit_code is None else str(each.exit_code),
-            each.network,
-            cell(each.image),
-            each.created_at[:19].replace("T", " "),
-            cell(" ".join(each.command)[:80]),
-        )
-    show(made)
+    act = watch_sessions if watch else show_sessions
+    with_client(lambda client: act(client, wanted, limit, json))
 
 
 @app.command("show")
@@ -140,19 +139,6 @@ def logs(
         fail(f"--stream is stdout, stderr or both, not {stream!r}", 2)
     wanted = ("stdout", "stderr") if stream == "both" else (stream,)
     with_client(lambda client: show_logs(client, session, wanted, follow, timestamps, raw, json))
-
-
-@app.command("egress")
-def egress(
-    session: SessionArg,
-    follow: Follow = False,
-    refused: Annotated[bool, typer.Option("--refused", help="Only what was refused.")] = False,
-    json: Json = False,
-) -> None:
-    """Show what the gateway decided for a session."""
-    from control.cli.streams import show_egress
-
-    with_client(lambda client: show_egress(client, session, follow, refused, json))
 
 
 @app.command("events")
@@ -220,17 +206,6 @@ def stop(
         as_json(view)
 
 
-@app.command("out")
-def out(
-    session: SessionArg,
-    folder: Annotated[Path, typer.Argument(help="Where to unpack the results.")],
-) -> None:
-    """Fetch what an ended session left in /out."""
-    from control.cli.run import fetch_out
-
-    with_client(lambda client: fetch_out(client, session, folder, quiet=False))
-
-
 @app.command("doctor")
 def doctor(json: Json = False) -> None:
     """Check that the host is ready, with a remedy for each thing that is not."""
@@ -250,8 +225,17 @@ def control(context: typer.Context) -> None:
 
 @app.command("gateway", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def gateway(context: typer.Context) -> None:
-    """Run the gateway daemon."""
-    _become("gateway", context.args)
+    """Run the gateway daemon; or `gateway status`, `gateway sessions` (what it serves), both with --json."""
+    from control.cli.gateway import show_served, show_status
+
+    match context.args:
+        case ["status" | "sessions" as what, *options] if options in ([], ["--json"]):
+            act = show_status if what == "status" else show_served
+            raise SystemExit(with_client(lambda client: act(client, json=bool(options))))
+        case ["status" | "sessions" as what, *_]:
+            fail(f"opificia gateway {what} takes no option but --json", 2)
+        case arguments:
+            _become("gateway", arguments)
 
 
 def _become(module: str, arguments: list[str]) -> None:

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
 
 from control.api.types import SessionView
-from control.archive import ArchiveError, Unpacked, unpack
+from control.archive import ArchiveError
 from control.cli.archive import pack
 from control.cli.output import EXIT_HOST, as_json, fail
+from control.cli.results import fetch_out
 from control.cli.text import Escaper, escape_line
 from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.plan.session import Reason, SessionState
@@ -216,24 +217,3 @@ class StreamWriter:
         if self._escaper is not None:
             self._own.write(self._escaper.feed(b"", final=True))
             self._own.flush()
-
-
-async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet: bool) -> None:
-    """Unpack a session's results into `folder`."""
-    with tempfile.TemporaryDirectory(prefix="opificia-out-") as temporary:
-        archive = Path(temporary) / "out.tar"
-        await client.out(session, archive)
-        try:
-            done = await asyncio.to_thread(_unpack_out, archive, folder)
-        except (ArchiveError, OSError) as error:
-            fail(f"the results cannot be unpacked into {folder}: {error}")
-    for line in done.refused:
-        print(f"opificia: left out {escape_line(line)}", file=sys.stderr)
-    if not quiet and sys.stderr.isatty():
-        print(f"opificia: {done.entries} entries in {folder}", file=sys.stderr)
-
-
-def _unpack_out(archive: Path, folder: Path) -> Unpacked:
-    folder.mkdir(parents=True, exist_ok=True)
-    # The daemon has bounded it already, by the size of /out. The engine puts all under the folder's own name.
-    return unpack(archive, folder, max_bytes=2**62, max_entries=2**62, strict=False, strip=1)

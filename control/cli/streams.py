@@ -3,11 +3,12 @@
 import asyncio
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
 
 import msgspec
 
 from control.api.types import RunCompleted, RunOutput, RunRequest
-from control.cli.output import EXIT_HOST, as_json, fail
+from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table
 from control.cli.run import StreamWriter
 from control.cli.text import Escaper, escape_line
 from control.client import ControlClient
@@ -73,6 +74,49 @@ async def show_egress(client: ControlClient, session: str, follow: bool, refused
         if event == "refuse":
             line.stylize("bold red")
         console.print(line)
+
+
+@dataclass(slots=True)
+class _Tally:
+    """What became of one host."""
+
+    allowed: int = 0
+    refused: int = 0
+    bytes_up: int = 0
+    bytes_down: int = 0
+    reasons: set[str] = field(default_factory=set)
+
+
+async def summarize_egress(client: ControlClient, session: str, follow: bool, json: bool) -> None:
+    """Print one line for each host, the refused ones first."""
+    hosts: dict[tuple[str, int], _Tally] = {}
+    async for entry in client.egress(session, follow=follow):
+        # The gateway writes numbers; a port that could not be read is none.
+        tally = hosts.setdefault((str(entry.get("host") or "-"), int(entry.get("port") or 0)), _Tally())
+        match entry.get("event"):
+            case "allow":
+                tally.allowed += 1
+            case "refuse":
+                tally.refused += 1
+                tally.reasons.add(str(entry.get("reason", "")))
+            case "close":
+                tally.bytes_up += int(entry.get("bytes_up") or 0)
+                tally.bytes_down += int(entry.get("bytes_down") or 0)
+    rows = sorted(hosts.items(), key=lambda item: (-item[1].refused, item[0]))
+    if json:
+        for (host, port), tally in rows:
+            as_json({"host": host, "port": port, **asdict(tally), "reasons": sorted(tally.reasons)})
+        return
+    made = table("HOST", "ALLOWED", "REFUSED", "UP", "DOWN", "WHY REFUSED")
+    for (host, port), tally in rows:
+        counts = (tally.allowed, tally.refused, tally.bytes_up, tally.bytes_down)
+        made.add_row(
+            cell(f"{host}:{port}" if port else host),
+            *map(str, counts),
+            cell(", ".join(sorted(tally.reasons))),
+            style="red" if tally.refused else None,
+        )
+    show(made)
 
 
 async def show_events(client: ControlClient, session: str, follow: bool, json: bool) -> None:

@@ -4,14 +4,16 @@ Control connects. The gateway says `Welcome` with its epoch (a new one for every
 `Snapshot`: the whole picture; sessions that it does not name are revoked. From then on control sends `PutGrant` and
 `RevokeGrant`; the gateway acknowledges each by its `serial` when it is in force, or says why not. The gateway sends
 `UsageReport`s. Usage is cumulative within an epoch: control adds up the last report of each epoch, and sends the sum of
-all epochs but the gateway's present one as `Grant.used`.
+all epochs but the gateway's present one as `Grant.used`. `EgressQuestion` asks what would be decided; its answer comes
+when the names are resolved, after whatever was acknowledged meanwhile.
 """
 
 from typing import Final
 
 import msgspec
 
-from gateway.contract.policy import Grant, Usage
+from gateway.contract.opinion import EgressOpinion
+from gateway.contract.policy import Grant, NetworkLevel, Usage
 
 PROTOCOL_VERSION: Final = 1
 
@@ -61,5 +63,23 @@ class UsageReport(msgspec.Struct, frozen=True, tag="usage", forbid_unknown_field
     final: bool = False
 
 
-FromControl = Snapshot | PutGrant | RevokeGrant
-FromGateway = Welcome | Ack | UsageReport
+class EgressQuestion(msgspec.Struct, frozen=True, tag="egress_question", forbid_unknown_fields=True):
+    """Control → gateway: what would be decided about these hosts (`host` or `host:port`) under this policy?"""
+
+    serial: int
+    network: NetworkLevel
+    allow: tuple[str, ...]
+    deny: tuple[str, ...]
+    hosts: tuple[str, ...]
+
+
+class EgressAnswer(msgspec.Struct, frozen=True, tag="egress_answer", forbid_unknown_fields=True):
+    """Gateway → control: an opinion on each host in the order of the question, or what is wrong with the policy."""
+
+    serial: int
+    opinions: tuple[EgressOpinion, ...] = ()
+    problems: tuple[str, ...] = ()
+
+
+FromControl = Snapshot | PutGrant | RevokeGrant | EgressQuestion
+FromGateway = Welcome | Ack | UsageReport | EgressAnswer

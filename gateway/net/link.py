@@ -7,6 +7,7 @@ again. One control at a time: a second connection replaces the first, which is w
 import asyncio
 import logging
 import socket
+from collections.abc import Awaitable, Callable
 from typing import Final
 
 from gateway.context import Gateway
@@ -14,6 +15,8 @@ from gateway.contract.framing import FrameReader, FramingError, encode
 from gateway.contract.messages import (
     PROTOCOL_VERSION,
     Ack,
+    EgressAnswer,
+    EgressQuestion,
     FromControl,
     FromGateway,
     PutGrant,
@@ -30,10 +33,13 @@ REPORT_S: Final = 1.0
 
 
 class ContractServer:
-    """Serves the contract socket."""
+    """Serves the contract socket. `advise` answers questions about hosts; it takes as long as names take to resolve."""
 
-    def __init__(self, gateway: Gateway, epoch: str) -> None:
+    def __init__(
+        self, gateway: Gateway, epoch: str, advise: Callable[[EgressQuestion], Awaitable[EgressAnswer]]
+    ) -> None:
         self._gateway = gateway
+        self._advise = advise
         self._epoch = epoch
         self._server: asyncio.Server | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -70,9 +76,17 @@ class ContractServer:
             for session in self._gateway.registry:
                 session.reported = None
             async with asyncio.TaskGroup() as group:
-                reports = group.create_task(self._report(writer))
-                await self._serve(FrameReader[FromControl](reader, FromControl), writer)
-                reports.cancel()
+                beside = {group.create_task(self._report(writer))}
+
+                def ask(question: EgressQuestion) -> None:
+                    # Beside the grants: a name that is slow to resolve holds up no launch.
+                    task = group.create_task(self._answer(question, writer))
+                    beside.add(task)
+                    task.add_done_callback(beside.discard)
+
+                await self._serve(FrameReader[FromControl](reader, FromControl), writer, ask)
+                for each in beside:
+                    each.cancel()
         except* (FramingError, OSError) as errors:
             log.warning("control's connection ended: %s", "; ".join(str(error) for error in errors.exceptions))
         finally:
@@ -81,7 +95,12 @@ class ContractServer:
             writer.close()
             self._tasks.discard(task)
 
-    async def _serve(self, frames: FrameReader[FromControl], writer: asyncio.StreamWriter) -> None:
+    async def _serve(
+        self,
+        frames: FrameReader[FromControl],
+        writer: asyncio.StreamWriter,
+        ask: Callable[[EgressQuestion], None],
+    ) -> None:
         registry = self._gateway.registry
         known = False
         while (message := await frames.read()) is not None:
@@ -92,6 +111,9 @@ class ContractServer:
                     problems = registry.replace_all(message.grants)
                     known = True
                     log.info("control brought %d grants", len(message.grants))
+                case EgressQuestion():
+                    ask(message)
+                    continue
                 case PutGrant() | RevokeGrant() if not known:
                     raise FramingError("a change came before the snapshot")
                 case PutGrant(grant=grant):
@@ -105,6 +127,10 @@ class ContractServer:
                 log.error("a grant is refused: %s", problem)
             self._send(writer, Ack(message.serial, problems))
             await writer.drain()
+
+    async def _answer(self, question: EgressQuestion, writer: asyncio.StreamWriter) -> None:
+        self._send(writer, await self._advise(question))
+        await writer.drain()
 
     async def _report(self, writer: asyncio.StreamWriter) -> None:
         while True:

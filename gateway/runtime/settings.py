@@ -83,6 +83,8 @@ def convert(data: object, kind: type[Settings], source: str = "body") -> Setting
 
 
 _HEADER = re.compile(r"\s*(\[\[?)\s*([A-Za-z0-9_.\"'-]+)\s*\]\]?")
+# Of `egress.trusted[1].ports[0]`: `[0]`, then `.ports`, then `[1]`.
+_LAST_PART = re.compile(r"(?:\[\d+\]|\.[^.\[]*)$")
 _KEY = re.compile(r"\s*([A-Za-z0-9_-]+)\s*=")
 
 
@@ -116,8 +118,8 @@ class _Reader:
     def _problem(self, key: str, message: str) -> None:
         line = self._lines.get(key)
         parent = key
-        while line is None and "." in parent:
-            parent = parent.rpartition(".")[0]
+        while line is None and (shorter := _LAST_PART.sub("", parent)) != parent:
+            parent = shorter
             line = self._lines.get(parent)
         self.problems.append(Problem(key, line, message))
 

@@ -194,8 +194,74 @@ async def test_results_of_an_ended_session_are_fetched(host: Host, tmp_path: Pat
     host.engine.out = {"r": b"1"}
     session = await host.launch("true")
     await host.ended(session)
-    assert await opificia(host, "out", session, str(tmp_path / "results")) == (0, "", "")
+    assert await opificia(host, "out", "get", session, str(tmp_path / "results")) == (0, "", "")
     assert (tmp_path / "results/r").read_bytes() == b"1"
+
+
+async def test_results_are_listed_without_steering_the_terminal(host: Host) -> None:
+    host.engine.out = {"deep/result.txt": b"12345", "x\x1b[2J": b""}
+    session = await host.launch("true")
+    await host.ended(session)
+    code, out, _ = await opificia(host, "out", "ls", session)
+    assert code == 0
+    assert re.search(r"deep/result.txt +file +5", out)
+    assert "x\\x1b[2J" in out
+    code, out, _ = await opificia(host, "out", "ls", session, "--json")
+    assert {"path": "deep/result.txt", "kind": "file", "bytes": 5} in json.loads(out)
+
+
+async def test_egress_is_summed_up_by_host(host: Host) -> None:
+    session = await host.launch("true")
+    await host.ended(session)
+    entries = [
+        {"event": "allow", "host": "pypi.org", "port": 443},
+        {"event": "close", "host": "pypi.org", "port": 443, "bytes_up": 10, "bytes_down": 20},
+        {"event": "allow", "host": "pypi.org", "port": 443},
+        {"event": "refuse", "host": "evil.example", "port": 443, "reason": "host_not_listed"},
+        {"event": "refuse", "reason": "malformed_authority"},
+    ]
+    text = "".join(json.dumps({"ts": "t", "kind": "connect", **entry}) + "\n" for entry in entries)
+    (host.root / "egress" / f"{session}.log").write_text(text)
+    code, out, _ = await opificia(host, "egress", session, "--summary")
+    assert code == 0
+    assert [line.split() for line in out.splitlines()[1:]] == [
+        ["-", "0", "1", "0", "0", "malformed_authority"],
+        ["evil.example:443", "0", "1", "0", "0", "host_not_listed"],
+        ["pypi.org:443", "2", "0", "10", "20"],
+    ]
+    _, out, _ = await opificia(host, "egress", "show", session, "--summary", "--json")
+    assert json.loads(out.splitlines()[-1])["allowed"] == 2
+
+
+async def test_sessions_are_listed_past_a_page_and_watched(host: Host) -> None:
+    process = await start(host, "sessions", "--watch", "--json")
+    assert process.stdout is not None
+    assert json.loads(await process.stdout.readline())["sessions"] == []
+    session = await host.launch("true")
+    while not any(each["state"] == "exited" for each in json.loads(await process.stdout.readline())["sessions"]):
+        pass
+    process.send_signal(signal.SIGINT)
+    await process.communicate()
+    assert process.returncode == 130
+    _, out, _ = await opificia(host, "sessions", "--limit", "2000", "--json")
+    assert [each["id"] for each in json.loads(out)["sessions"]] == [session]
+
+
+async def test_the_gateway_is_shown_with_what_it_serves(host: Host) -> None:
+    session = await host.launch("sleep", "1000")
+    await host.state(session, SessionState.RUNNING)
+    code, out, _ = await opificia(host, "gateway", "status")
+    assert (code, out) == (0, f"connected, epoch {host.gateway.epoch}, 1 sessions\n")
+    _, out, _ = await opificia(host, "gateway", "sessions", "--json")
+    assert [each["id"] for each in json.loads(out)] == [session]
+    _, out, _ = await opificia(host, "gateway", "sessions")
+    assert out.splitlines()[1].split()[:2] == [session, "none"]
+    code, _, err = await opificia(host, "gateway", "status", "--surprise")
+    assert (code, len(err.splitlines())) == (2, 1)
+    await host.gateway.stop()
+    await until(lambda: not host.control.link.connected, "the gateway's end")
+    code, out, _ = await opificia(host, "gateway", "status", "--json")
+    assert (code, json.loads(out)["connected"]) == (1, False)
 
 
 async def test_doctor_and_status_say_whether_the_host_is_ready(host: Host) -> None:

@@ -11,8 +11,19 @@ import pytest
 
 from gateway.contract.framing import FrameReader, encode
 from gateway.contract.ids import token_sha256
-from gateway.contract.messages import Ack, FromGateway, PutGrant, RevokeGrant, Snapshot, UsageReport, Welcome
+from gateway.contract.messages import (
+    Ack,
+    EgressAnswer,
+    EgressQuestion,
+    FromGateway,
+    PutGrant,
+    RevokeGrant,
+    Snapshot,
+    UsageReport,
+    Welcome,
+)
 from gateway.contract.policy import EgressBudget, Grant, NetworkLevel, Usage
+from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
 from tests.support.sockets import PATIENCE_S, Client, echo_server, proxy_v2
@@ -53,6 +64,13 @@ class Control:
                 return answer
             assert isinstance(answer, UsageReport)
             self.usage[answer.session] = answer
+
+    async def answer(self) -> EgressAnswer:
+        while True:
+            message = await self.read()
+            if isinstance(message, EgressAnswer):
+                return message
+            assert isinstance(message, UsageReport)
 
     async def snapshot(self, *grants: Grant) -> Ack:
         self.serial += 1
@@ -120,6 +138,39 @@ async def test_a_grant_opens_a_revocation_closes_and_usage_is_reported(tmp_path:
         assert control.usage["s1"].final
         assert await asks(gateway, target) == 407
         await control.close()
+
+
+async def test_says_what_it_would_decide_and_a_slow_name_holds_up_no_grant(tmp_path: Path) -> None:
+    async with DnsServer(otherwise=Silence()) as names:
+        names.script("good.example.com", Records(("9.9.9.9",)))
+        names.script("bad.example.com", Records(("9.9.9.9", "10.0.0.1")))
+        egress = {"nameservers": [names.address], "allow_loopback": False}
+        limits = {"dns_timeout_ms": 1_500}
+        async with contracted(tmp_path, egress=egress, limits=limits) as (_, path):
+            control = await Control.connect(path)
+            await control.welcome()
+            await control.snapshot()
+            hosts = ("good.example.com", "bad.example.com", "silent.example.com", "evil.example", "10.0.0.1", "a b")
+            question = EgressQuestion(99, NetworkLevel.REGISTRIES, ("*.example.com", "10.0.0.1"), (), hosts)
+            control.writer.write(encode(question))
+            # Acknowledged while the silent name is still waited for.
+            assert (await control.put(grant())).problems == ()
+            answer = await control.answer()
+            assert answer.serial == 99
+            assert [(each.asked, each.allowed, each.step, each.reason) for each in answer.opinions] == [
+                ("good.example.com", True, "addresses", ""),
+                ("bad.example.com", False, "addresses", "address_not_public"),
+                ("silent.example.com", False, "resolve", "resolve_timeout"),
+                ("evil.example", False, "rules", "host_not_listed"),
+                ("10.0.0.1", False, "addresses", "address_not_public"),
+                ("a b", False, "authority", "malformed_authority"),
+            ]
+            assert [each.address for each in answer.opinions[1].addresses if not each.allowed] == ["10.0.0.1"]
+            bad = EgressQuestion(100, NetworkLevel.OPEN, ("a b",), ("*",), ("x",))
+            control.writer.write(encode(bad))
+            answer = await control.answer()
+            assert [each.split(":")[0] for each in answer.problems] == ["allow", "deny"]
+            await control.close()
 
 
 async def test_a_gateway_without_a_snapshot_waits_for_it_and_then_says_503(tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from gateway.contract.framing import FrameReader, encode
 from gateway.contract.messages import (
     PROTOCOL_VERSION,
     Ack,
+    EgressAnswer,
+    EgressQuestion,
     FromControl,
     PutGrant,
     RevokeGrant,
@@ -19,7 +21,12 @@ from gateway.contract.messages import (
     UsageReport,
     Welcome,
 )
+from gateway.contract.opinion import EgressOpinion, EgressStep
 from gateway.contract.policy import Grant, Usage
+
+
+def _unknown(host: str) -> EgressOpinion:
+    return EgressOpinion(asked=host, host=host, port=443, step=EgressStep.RULES, reason="host_not_listed", message="no")
 
 
 class FakeGateway:
@@ -31,6 +38,8 @@ class FakeGateway:
         self.grants: dict[str, Grant] = {}
         self.log: list[tuple[str, str]] = []
         self.refuse: dict[str, tuple[str, ...]] = {}
+        self.opinions: dict[str, EgressOpinion] = {}
+        self.questions: list[EgressQuestion] = []
         self.answering = asyncio.Event()
         self.answering.set()
         self.snapshots = 0
@@ -86,6 +95,11 @@ class FakeGateway:
             frames = FrameReader[FromControl](reader, FromControl)
             while (message := await frames.read()) is not None:
                 await self.answering.wait()
+                if isinstance(message, EgressQuestion):
+                    self.questions.append(message)
+                    opinions = tuple(self.opinions.get(host, _unknown(host)) for host in message.hosts)
+                    writer.write(encode(EgressAnswer(message.serial, opinions, self.refuse.get("?", ()))))
+                    continue
                 problems: tuple[str, ...] = ()
                 match message:
                     case Snapshot(_version, serial, grants):

@@ -45,7 +45,7 @@ class Layer:
     pure: bool = False
 
 
-_CONTRACT_VALUES: Final = ("gateway.contract.ids", "gateway.contract.limits", "gateway.contract.policy")
+_CONTRACT_VALUES: Final = tuple(f"gateway.contract.{name}" for name in ("ids", "limits", "opinion", "policy"))
 LAYERS: Final = (
     Layer("gateway.core", ("gateway.core", *_CONTRACT_VALUES), pure=True),
     Layer("gateway.contract", ("gateway.contract",)),

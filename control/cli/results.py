@@ -1,0 +1,82 @@
+"""Results of sessions: lists what is in the tar that the daemon keeps, or unpacks it."""
+
+import asyncio
+import sys
+import tarfile
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from control.archive import ArchiveError, Unpacked, unpack
+from control.cli.output import as_json, cell, fail, show, table
+from control.cli.text import escape_line
+from control.client import ControlClient
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """One file or folder among the results. `kind`: file, folder, link or other."""
+
+    path: str
+    kind: str
+    bytes: int
+
+
+async def list_out(client: ControlClient, session: str, json: bool) -> None:
+    """Print the entries of a session's results."""
+    with tempfile.TemporaryDirectory(prefix="opificia-out-") as temporary:
+        archive = Path(temporary) / "out.tar"
+        await client.out(session, archive)
+        try:
+            entries = await asyncio.to_thread(_entries, archive)
+        except (tarfile.TarError, OSError) as error:
+            fail(f"the results cannot be read: {error}")
+    if json:
+        as_json(entries)
+        return
+    made = table("PATH", "KIND", "BYTES")
+    for each in entries:
+        made.add_row(cell(each.path), each.kind, str(each.bytes))
+    show(made)
+
+
+def _entries(archive: Path) -> list[Entry]:
+    entries = []
+    with tarfile.open(archive) as tar:
+        for member in tar:
+            # The engine puts all under the folder's own name.
+            _, _, path = member.name.partition("/")
+            if path:
+                # Names are the sandbox's own bytes, and JSON is text.
+                text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
+                entries.append(Entry(text, _kind(member), member.size if member.isreg() else 0))
+    return entries
+
+
+def _kind(member: tarfile.TarInfo) -> str:
+    if member.isdir():
+        return "folder"
+    if member.isreg():
+        return "file"
+    return "link" if member.issym() or member.islnk() else "other"
+
+
+async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet: bool) -> None:
+    """Unpack a session's results into `folder`."""
+    with tempfile.TemporaryDirectory(prefix="opificia-out-") as temporary:
+        archive = Path(temporary) / "out.tar"
+        await client.out(session, archive)
+        try:
+            done = await asyncio.to_thread(_unpack_out, archive, folder)
+        except (ArchiveError, OSError) as error:
+            fail(f"the results cannot be unpacked into {folder}: {error}")
+    for line in done.refused:
+        print(f"opificia: left out {escape_line(line)}", file=sys.stderr)
+    if not quiet and sys.stderr.isatty():
+        print(f"opificia: {done.entries} entries in {folder}", file=sys.stderr)
+
+
+def _unpack_out(archive: Path, folder: Path) -> Unpacked:
+    folder.mkdir(parents=True, exist_ok=True)
+    # The daemon has bounded it already, by the size of /out. The engine puts all under the folder's own name.
+    return unpack(archive, folder, max_bytes=2**62, max_entries=2**62, strict=False, strip=1)
