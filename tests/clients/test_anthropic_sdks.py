@@ -97,6 +97,16 @@ def test_another_token_is_refused_in_the_providers_words(sandbox: Launch, sdk: S
     assert failure["message"] == "the session is not known or its token is wrong"
 
 
+def test_a_client_that_goes_by_the_proxy_for_the_gateway_itself_is_answered(sandbox: Launch) -> None:
+    through_proxy = {**PYTHON_PATH, "NO_PROXY": "", "no_proxy": ""}
+    nowhere = dict.fromkeys(("HTTP_PROXY", "http_proxy"), "http://localhost:1")
+    model = sandbox("model")
+    # That it goes by the proxy at all shows where there is none.
+    lost = model.run(*PYTHON.program, "hurry", environment=through_proxy | nowhere).report()
+    assert lost == {"answers": 0, "refusal": {"broken": "APIConnectionError"}}
+    assert model.run(*PYTHON.program, "hurry", environment=through_proxy).report() == {"answers": 5}
+
+
 def test_a_spent_budget_is_said_once_and_not_asked_again(sandbox: Launch, gateway: GatewayProcess, sdk: Sdk) -> None:
     assert report(sandbox, "model", sdk, "spend") == {"answers": 5}
     before = refusals(gateway, "thrifty")
