@@ -20,7 +20,7 @@ from gateway.core.verdict import CloseReason
 from gateway.credentials import ModelKey, ModelKeyError
 from gateway.metrics import Metrics
 from gateway.net.advice import Adviser
-from gateway.net.connect import Waits
+from gateway.net.decisions import Decisions
 from gateway.net.descriptors import DescriptorBudget, raise_descriptor_limit
 from gateway.net.dial import Dialer
 from gateway.net.handover import Handover
@@ -36,6 +36,7 @@ from gateway.net.poller import Poller
 from gateway.net.progress import Progress
 from gateway.net.resolve import Resolver
 from gateway.net.services import Services
+from gateway.net.waits import Waits
 from gateway.registry import Registry
 from gateway.runtime.addresses import TcpAddress, listen, parse_address
 from gateway.runtime.notify import feed_watchdog, notify, notify_reloading, passed_sockets
@@ -139,6 +140,7 @@ class App:
             idle=IdleSweep(loop, limits.egress_idle_ms / 1000),
             lingering=Lingering(loop, poller),
             handover=Handover(loop),
+            decisions=Decisions(self.gateway.registry),
             descriptors=descriptors,
             facts=self._facts(),
         )

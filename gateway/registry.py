@@ -83,9 +83,9 @@ class Session:
 
     def close(self, reason: CloseReason) -> None:
         """Close everything that is open in the session's name."""
-        closers, self._closers = self._closers, set()
-        for closer in closers:
-            closer(reason)
+        # One at a time: closing one gives its slot to another, which may end in the meantime, or begin.
+        while self._closers:
+            self._closers.pop()(reason)
 
     @property
     def open_count(self) -> int:
@@ -131,6 +131,10 @@ class Registry:
         session = self._sessions.get(session_id)
         if session is None or not session.knows(token):
             return _UNKNOWN
+        return self.admit(session, caller)
+
+    def admit(self, session: Session, caller: IPAddress | None) -> Session | Deny:
+        """Return the session if it may be used from where `caller` is, else a Deny."""
         # On a port behind the forwarder the caller must be the session's own container: a token that leaked into
         # another sandbox opens nothing there. A grant without an address admits nobody.
         if self._require_address and (session.address is None or caller != session.address):

@@ -14,6 +14,7 @@ from gateway.core.incomplete import INCOMPLETE, Incomplete
 from gateway.core.proxy_header import ProxyHeaderError, parse_proxy_header
 from gateway.core.replies import refusal
 from gateway.core.verdict import DenyReason
+from gateway.net.decisions import key_of_connect
 
 if TYPE_CHECKING:
     from gateway.net.listener import Listener
@@ -60,12 +61,22 @@ class Arrival:
             self.drop()
             return
         self._buffer = self._buffer + data if self._buffer else data
+        listener = self._listener
+        key = b""
         try:
             if not self._proxied and not self._read_proxy_header():
                 return
+            whole = key_of_connect(self._buffer, listener.head_bytes)
+            if whole is not None:
+                key, size = whole
+                decision = listener.services.decisions.find(key)
+                if decision is not None:
+                    listener.leave(self)
+                    listener.resume(self, decision, self._buffer[size:], key)
+                    return
             head: Head | Incomplete = INCOMPLETE
             if self._buffer:
-                head = parse_head(self._buffer, self._listener.head_bytes)
+                head = parse_head(self._buffer, listener.head_bytes)
         except ProxyHeaderError:
             # Whoever speaks without the header did not come through the forwarder. There is nothing to tell it.
             self.drop()
@@ -77,8 +88,8 @@ class Arrival:
             return
         assert isinstance(head, Head)
         # The socket stays watched: a route that goes on reading only puts its own callback in place.
-        self._listener.leave(self)
-        self._listener.route(self, head, self._buffer)
+        listener.leave(self)
+        listener.route(self, head, self._buffer, key)
 
     def _read_proxy_header(self) -> bool:
         header = parse_proxy_header(self._buffer)

@@ -16,7 +16,7 @@ from gateway.core.incomplete import Incomplete
 from gateway.core.replies import ALERT_UNRECOGNIZED_NAME, ESTABLISHED, refusal
 from gateway.core.status import RETRY_AFTER_S, status_of
 from gateway.core.verdict import CloseReason, Deny, DenyReason
-from gateway.net.deadlines import Deadlines
+from gateway.net.decisions import Decision
 from gateway.net.dial import Connected, Dial, DialError
 from gateway.net.plain import PlainRelay
 from gateway.net.resolve import Answer, ResolveError
@@ -33,38 +33,24 @@ HTTP: Final = 80
 EARLY_BYTES: Final = 16 * 1024
 
 
-class Waits:
-    """The deadline queues of connections that are not tunnels yet."""
-
-    def __init__(self, services: Services) -> None:
-        limits = services.gateway.config.limits
-        loop = services.loop
-        self.ready: Deadlines[Connect] = Deadlines(loop, limits.resync_wait_ms / 1000, lambda each: each.not_ready())
-        self.slot: Deadlines[Connect] = Deadlines(loop, limits.egress_slot_wait_ms / 1000, lambda each: each.no_slot())
-        self.hello: Deadlines[Connect] = Deadlines(loop, limits.hello_timeout_ms / 1000, lambda each: each.no_hello())
-
-    def close(self) -> None:
-        """Stop the timers."""
-        for queue in (self.ready, self.slot, self.hello):
-            queue.close()
-
-
 class Connect:
     """One CONNECT. Owns the client's socket from `start` on; `_finish` gives back all that it holds."""
 
     __slots__ = (
-        "_address", "_addresses", "_authority", "_buffer", "_caller", "_credentials", "_dial", "_has_slot", "_head",
-        "_pending_name", "_rule", "_services", "_session", "_splicer", "_started", "_upstream", "_waited", "_watching", "sock",
+        "_address", "_addresses", "_authority", "_buffer", "_caller", "_credentials", "_decision", "_dial", "_has_slot",
+        "_key", "_pending_name", "_rule", "_services", "_session", "_splicer", "_started", "_upstream", "_waited", "_watching", "sock",
     )  # fmt: skip
 
-    def __init__(self, services: Services, arrival: "Arrival", head: Head, early: bytes) -> None:
+    def __init__(self, services: Services, arrival: "Arrival", early: bytes, key: bytes) -> None:
         self._services = services
         self._caller: IPAddress | None = arrival.caller
         self._started = arrival.started
         self._watching = arrival.watching
         self.sock = arrival.sock
-        self._head = head
         self._buffer = early
+        # Where to remember what is decided, and what was remembered.
+        self._key = key
+        self._decision: Decision | None = None
         self._authority: Authority
         self._credentials: tuple[str, str]
         self._session: Session | None = None
@@ -80,15 +66,18 @@ class Connect:
 
     # -- who asks, and for what
 
-    def start(self) -> None:
+    def start(self, head: Head) -> None:
         """Judge the request as far as that needs nobody else, and go on from there."""
-        head = self._head
         try:
             self._authority = parse_authority(head.target)
             credentials = head.get(b"proxy-authorization")
             host = head.get(b"host")
             # RFC 9112 §3.2.3: the Host of a CONNECT is its target. Two different answers to "which host" are a bypass.
-            if host and parse_authority(host, default_port=self._authority.port).host != self._authority.host:
+            if (
+                host
+                and host != head.target
+                and parse_authority(host, default_port=self._authority.port).host != self._authority.host
+            ):
                 raise AuthorityError("the Host header names another host than the request")
         except AuthorityError as error:
             self._refuse(Deny(DenyReason.MALFORMED_AUTHORITY, str(error)))
@@ -122,12 +111,29 @@ class Connect:
         if isinstance(found, Deny):
             self._refuse(found)
             return
-        session = self._session = found
-        verdict = decide_host(session.policy, self._authority)
+        self._session = found
+        # Not needed any more, and nothing to keep for as long as a tunnel lives.
+        del self._credentials
+        verdict = decide_host(found.policy, self._authority)
         if isinstance(verdict, Deny):
             self._refuse(verdict)
             return
         self._rule = verdict.rule
+        self._admit(found)
+
+    def resume(self, decision: Decision) -> None:
+        """Do the same for a request that was judged before, in the same words and by the same grant."""
+        self._authority = decision.authority
+        self._rule = decision.rule
+        self._decision = decision
+        found = self._services.gateway.registry.admit(decision.session, self._caller)
+        if isinstance(found, Deny):
+            self._refuse(found)
+            return
+        self._session = found
+        self._admit(found)
+
+    def _admit(self, session: Session) -> None:
         if session.bytes_left <= 0:
             self._refuse(Deny(DenyReason.BUDGET_EXHAUSTED, "the session's egress budget is used up"))
             return
@@ -182,7 +188,7 @@ class Connect:
     def _resolve(self) -> None:
         authority = self._authority
         if authority.address is not None:
-            self._judge((authority.address,))
+            self._judge(self._decision.addresses if self._decision is not None else (authority.address,))
             return
         answer = self._services.resolver.cached(authority.host)
         if answer is not None:
@@ -201,13 +207,17 @@ class Connect:
             self._judge(answer.addresses)
 
     def _judge(self, addresses: tuple[IPAddress, ...]) -> None:
-        services = self._services
-        assert self._session is not None
+        services, session, decision = self._services, self._session, self._decision
+        assert session is not None
         self._addresses = addresses
-        verdict = decide_addresses(self._session.policy, self._authority, addresses, services.facts)
-        if isinstance(verdict, Deny):
-            self._refuse(verdict)
-            return
+        facts = services.facts
+        if decision is None or decision.addresses is not addresses or decision.facts is not facts:
+            verdict = decide_addresses(session.policy, self._authority, addresses, facts)
+            if isinstance(verdict, Deny):
+                self._refuse(verdict)
+                return
+            decision = Decision(self._authority, session, session.grant, self._rule, addresses, facts)
+            services.decisions.remember(self._key, decision)
         # Connect to the addresses that were judged, never to the name again: a second look-up may answer differently
         # (DNS rebinding).
         dial = services.dialer.dial(addresses, self._authority.port, self._on_dialled)
@@ -294,6 +304,7 @@ class Connect:
         services, session, splicer = self._services, self._session, self._splicer
         assert session is not None
         assert splicer is not None
+        self._splicer = None
         services.idle.discard(splicer)
         session.remove_closer(self.revoke)
         session.slots.release()

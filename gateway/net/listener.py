@@ -15,6 +15,7 @@ from gateway.core.verdict import DenyReason
 from gateway.net.arrival import Arrival
 from gateway.net.connect import Connect
 from gateway.net.deadlines import Deadlines
+from gateway.net.decisions import Decision
 from gateway.net.model import ModelProtocol
 from gateway.net.plain import PlainRelay
 from gateway.net.runner import RunnerHandoff
@@ -41,6 +42,7 @@ class Listener:
         self.head_bytes = config.limits.head_bytes
         self._names = frozenset(name.lower() for name in config.listen.names)
         self._server = server
+        self._family = server.family
         self._per_source = config.limits.unauthenticated_per_source
         self._total = config.limits.unauthenticated_total
         self._below = services.descriptors.client_below
@@ -78,7 +80,9 @@ class Listener:
         metrics = self.services.gateway.metrics
         for _ in range(ACCEPTS_PER_TURN):
             try:
-                sock, address = self._server.accept()
+                # What `accept` does, without asking for the listening socket's family and type as enumerations each time.
+                fd, address = self._server._accept()  # type: ignore[attr-defined]  # typeshed leaves it out
+                sock = socket.socket(self._family, socket.SOCK_STREAM, 0, fd)
             except BlockingIOError:
                 return
             except OSError as error:
@@ -137,10 +141,17 @@ class Listener:
             else:
                 del self._sources[source]
 
-    def route(self, arrival: Arrival, head: Head, data: bytes) -> None:
-        """Hand the connection to what its head asks for. `data` is all that was read, the head first."""
+    def resume(self, arrival: Arrival, decision: Decision, early: bytes, key: bytes) -> None:
+        """Go on with a CONNECT that was judged before; `early` is what was read beyond its head."""
+        Connect(self.services, arrival, early, key).resume(decision)
+
+    def route(self, arrival: Arrival, head: Head, data: bytes, key: bytes) -> None:
+        """Hand the connection to what its head asks for.
+
+        `data` is all that was read, the head first; `key` is that of `decisions`, if the head asks for a CONNECT.
+        """
         if head.method == b"CONNECT":
-            Connect(self.services, arrival, head, data[head.size :]).start()
+            Connect(self.services, arrival, data[head.size :], key).start(head)
             return
         target = head.target
         if target[:7].lower() == b"http://":

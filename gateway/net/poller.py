@@ -74,7 +74,8 @@ class Poller:
         if watch is None:
             watch = self._watches[fd] = _Watch(self._turn)
         watch.reader = callback
-        self._change(fd)
+        if not watch.events & _IN:
+            self._change(fd)
 
     def remove_reader(self, fd: int, /) -> None:
         """Stop it."""
@@ -89,7 +90,8 @@ class Poller:
         if watch is None:
             watch = self._watches[fd] = _Watch(self._turn)
         watch.writer = callback
-        self._change(fd)
+        if not watch.events & _OUT:
+            self._change(fd)
 
     def remove_writer(self, fd: int, /) -> None:
         """Stop it."""

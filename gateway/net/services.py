@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from gateway.context import Gateway
 from gateway.core.decide import HostFacts
 from gateway.core.verdict import Deny
+from gateway.net.decisions import Decisions
 from gateway.net.descriptors import DescriptorBudget
 from gateway.net.dial import Dialer
 from gateway.net.handover import Handover
@@ -19,7 +20,7 @@ from gateway.net.resolve import Resolver
 from gateway.registry import UNLIMITED, Session
 
 if TYPE_CHECKING:
-    from gateway.net.connect import Waits
+    from gateway.net.waits import Waits
 
 
 class RunnerAccount:
@@ -47,6 +48,7 @@ class Services:
     idle: IdleSweep
     lingering: Lingering
     handover: Handover
+    decisions: Decisions
     descriptors: DescriptorBudget
     facts: HostFacts
     waits: "Waits" = field(init=False)
