@@ -16,80 +16,18 @@
  *
  * Output: JSON lines. {"event": "start"} and {"event": "stop"} mark the measured window, the last line is the result.
  */
-#define _GNU_SOURCE
-#include <arpa/inet.h>
-#include <errno.h>
-#include <fcntl.h>
-#include <getopt.h>
-#include <netinet/tcp.h>
-#include <signal.h>
-#include <stdarg.h>
-#include <stdbool.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/epoll.h>
+#include "common.h"
 #include <sys/mman.h>
-#include <sys/resource.h>
 #include <sys/sendfile.h>
-#include <sys/socket.h>
-#include <time.h>
-#include <unistd.h>
 
-enum { EVENTS = 256, CHUNK = 1 << 20, REPLY_MAX = 512, FIRST_MAX = 4096, LISTEN_MAX = 8 };
-static const uint64_t SECOND = 1000000000ull;
+enum { CHUNK = 1 << 20, REPLY_MAX = 512, FIRST_MAX = 4096 };
 
-static int poller, source_file;
+static int source_file;
 static char scratch[1 << 16];
 
-static uint64_t now(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (uint64_t)t.tv_sec * SECOND + (uint64_t)t.tv_nsec;
-}
-
-static double cpu_seconds(void) {
-    struct rusage u;
-    getrusage(RUSAGE_SELF, &u);
-    return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) / 1e6;
-}
-
-__attribute__((noreturn, format(printf, 1, 2))) static void die(const char *format, ...) {
-    va_list arguments;
-    va_start(arguments, format);
-    vfprintf(stderr, format, arguments);
-    va_end(arguments);
-    fputc('\n', stderr);
-    exit(2);
-}
-
-static struct sockaddr_in parse_address(const char *text) {
-    struct sockaddr_in address = {.sin_family = AF_INET};
-    char host[64];
-    const char *colon = strrchr(text, ':');
-    if (!colon || (size_t)(colon - text) >= sizeof host) die("%s is not ADDRESS:PORT", text);
-    memcpy(host, text, (size_t)(colon - text));
-    host[colon - text] = 0;
-    if (inet_pton(AF_INET, host, &address.sin_addr) != 1) die("%s is not an IPv4 address", host);
-    address.sin_port = htons((uint16_t)atoi(colon + 1));
-    return address;
-}
-
-static void watch(int fd, uint32_t events, uint64_t data, int operation) {
-    struct epoll_event event = {.events = events, .data.u64 = data};
-    if (epoll_ctl(poller, operation, fd, &event) < 0) die("epoll_ctl: %s", strerror(errno));
-}
-
-static void start_process(void) {
-    struct rlimit files;
-    signal(SIGPIPE, SIG_IGN);
-    getrlimit(RLIMIT_NOFILE, &files);
-    files.rlim_cur = files.rlim_max;
-    setrlimit(RLIMIT_NOFILE, &files);
-    poller = epoll_create1(EPOLL_CLOEXEC);
+static void make_source(void) {
     source_file = memfd_create("source", MFD_CLOEXEC);
-    if (poller < 0 || source_file < 0 || ftruncate(source_file, CHUNK) < 0) die("cannot start: %s", strerror(errno));
+    if (source_file < 0 || ftruncate(source_file, CHUNK) < 0) die("memfd: %s", strerror(errno));
     /* Real pages: a hole would be read through one shared zero page and flatter the cache. */
     char *pages = mmap(NULL, CHUNK, PROT_READ | PROT_WRITE, MAP_SHARED, source_file, 0);
     if (pages == MAP_FAILED) die("mmap: %s", strerror(errno));
@@ -169,28 +107,10 @@ static void serve_writable(int fd, struct served *served) {
 }
 
 static int serve(const char **listen_on, int count) {
-    struct rlimit files;
-    getrlimit(RLIMIT_NOFILE, &files);
-    struct served *served = calloc(files.rlim_cur, sizeof *served);
-    bool *listening = calloc(files.rlim_cur, sizeof *listening);
-    int one = 1, ports[LISTEN_MAX];
-    for (int i = 0; i < count; i++) {
-        struct sockaddr_in address = parse_address(listen_on[i]);
-        socklen_t size = sizeof address;
-        int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
-        setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
-        if (bind(fd, (struct sockaddr *)&address, sizeof address) < 0 || listen(fd, 4096) < 0)
-            die("cannot listen on %s: %s", listen_on[i], strerror(errno));
-        getsockname(fd, (struct sockaddr *)&address, &size);
-        ports[i] = ntohs(address.sin_port);
-        listening[fd] = true;
-        watch(fd, EPOLLIN, (uint64_t)fd, EPOLL_CTL_ADD);
-    }
-    printf("{\"ports\": [");
-    for (int i = 0; i < count; i++) printf("%s%d", i ? ", " : "", ports[i]);
-    printf("]}\n");
-    fflush(stdout);
-    watch(0, EPOLLIN | EPOLLHUP, 0, EPOLL_CTL_ADD);
+    size_t room = descriptor_limit();
+    struct served *served = calloc(room, sizeof *served);
+    bool *listening = calloc(room, sizeof *listening);
+    listen_on_all(listen_on, count, listening, room);
     for (;;) {
         struct epoll_event events[EVENTS];
         int ready = epoll_wait(poller, events, EVENTS, -1);
@@ -200,7 +120,7 @@ static int serve(const char **listen_on, int count) {
             if (listening[fd]) {
                 int client;
                 while ((client = accept4(fd, NULL, NULL, SOCK_NONBLOCK | SOCK_CLOEXEC)) >= 0) {
-                    setsockopt(client, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+                    set_nodelay(client);
                     served[client] = (struct served){0};
                     watch(client, EPOLLIN, (uint64_t)client, EPOLL_CTL_ADD);
                 }
@@ -236,31 +156,9 @@ static struct tunnel *tunnels;
 static struct sockaddr_in via;
 static char head[1024], first[FIRST_MAX];
 static size_t head_size, first_size;
-static long errors, pending, opened, finished;
+static long pending, opened, finished;
 static uint64_t bytes_up, bytes_down;
-static char first_error[256];
-static uint32_t *latencies; /* in units of 100 ns */
-static long latency_count, latency_room;
-
-__attribute__((format(printf, 1, 2))) static void count_error(const char *format, ...) {
-    if (errors++ == 0) {
-        va_list arguments;
-        va_start(arguments, format);
-        vsnprintf(first_error, sizeof first_error, format, arguments);
-        va_end(arguments);
-        for (char *p = first_error; *p; p++)
-            if (*p == '"' || *p == '\\' || (unsigned char)*p < ' ') *p = ' ';
-    }
-}
-
-static void record_latency(uint64_t nanoseconds) {
-    if (latency_count == latency_room) {
-        latency_room = latency_room ? latency_room * 2 : 1 << 16;
-        latencies = realloc(latencies, (size_t)latency_room * sizeof *latencies);
-        if (!latencies) die("out of memory");
-    }
-    latencies[latency_count++] = (uint32_t)(nanoseconds / 100 > UINT32_MAX ? UINT32_MAX : nanoseconds / 100);
-}
+static struct samples latencies;
 
 static void tunnel_close(struct tunnel *t, enum state state) {
     if (t->state == CONNECTING || t->state == REPLY) pending--;
@@ -278,10 +176,9 @@ static void tunnel_fail(struct tunnel *t, const char *what, int code) {
 }
 
 static void tunnel_open(struct tunnel *t) {
-    int one = 1;
     t->fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
     if (t->fd < 0) die("socket: %s", strerror(errno));
-    setsockopt(t->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    set_nodelay(t->fd);
     t->began = now();
     t->reply_size = 0;
     t->state = CONNECTING;
@@ -352,12 +249,6 @@ static void open_window(long wanted) {
     while (next < wanted && pending < option.window) tunnel_open(&tunnels[next++]);
 }
 
-static int wait_events(struct epoll_event *events, uint64_t until) {
-    uint64_t at = now();
-    int ready = epoll_wait(poller, events, EVENTS, at >= until ? 0 : (int)((until - at) / 1000000 + 1));
-    return ready < 0 ? 0 : ready;
-}
-
 /* Open all tunnels; edges that come for those already open are left for later. */
 static void open_all(void) {
     uint64_t limit = now() + (uint64_t)((option.timeout + 30) * 1e9);
@@ -376,31 +267,11 @@ static void open_all(void) {
     }
 }
 
-static int compare(const void *a, const void *b) {
-    uint32_t x = *(const uint32_t *)a, y = *(const uint32_t *)b;
-    return (x > y) - (x < y);
-}
-
-static double percentile(double part) {
-    if (!latency_count) return 0;
-    long index = (long)(part * (double)(latency_count - 1) + 0.5);
-    return latencies[index] / 10.0;
-}
-
-static void print_event(const char *name) {
-    printf("{\"event\": \"%s\"}\n", name);
-    fflush(stdout);
-}
-
 static void print_result(const char *mode, double seconds, double cpu, const char *format, ...) {
     printf("{\"mode\": \"%s\", \"errors\": %ld, \"first_error\": \"%s\", \"tunnels\": %ld, \"seconds\": %.6f, "
            "\"load_cpu_s\": %.6f, \"total_up\": %lu, \"total_down\": %lu",
            mode, errors, first_error, opened, seconds, cpu, bytes_up, bytes_down);
-    if (latency_count) {
-        qsort(latencies, (size_t)latency_count, sizeof *latencies, compare);
-        printf(", \"latency_us\": {\"count\": %ld, \"p50\": %.1f, \"p90\": %.1f, \"p99\": %.1f, \"p999\": %.1f, \"max\": %.1f}",
-               latency_count, percentile(0.5), percentile(0.9), percentile(0.99), percentile(0.999), percentile(1));
-    }
+    print_samples("latency_us", &latencies);
     va_list arguments;
     va_start(arguments, format);
     vprintf(format, arguments);
@@ -418,7 +289,7 @@ static void connect_readable(struct tunnel *t) {
                 tunnel_fail(t, "another answer than the byte sent", 0);
                 return;
             }
-            record_latency(now() - t->began);
+            record(&latencies, now() - t->began);
             t->down++;
             t->state = ENDING;
         } else if (size == 0 && t->state == ENDING) {
@@ -499,7 +370,7 @@ static void run_echo(void) {
             t->mark += (uint64_t)size;
             if (t->mark < (uint64_t)option.size) continue;
             at = now();
-            if (measuring) record_latency(at - t->began);
+            if (measuring) record(&latencies, at - t->began);
             t->mark = 0;
             t->began = at;
             if (tunnel_send(t, message, (size_t)option.size)) t->up += (uint64_t)option.size;
@@ -674,6 +545,7 @@ int main(int argc, char **argv) {
     }
     const char *mode = optind < argc ? argv[optind] : "";
     start_process();
+    make_source();
     if (!strcmp(mode, "serve")) return serve(listen_on, listen_count);
     prepare_client(!strcmp(mode, "connect") ? '1' : 'e');
     if (!strcmp(mode, "connect")) run_connect();
