@@ -1,26 +1,17 @@
-"""What every folder shares: the images, the private engine, one per run, and the time each folder took."""
+"""What every folder shares: the images, and the time each folder took."""
 
 import os
 from collections import defaultdict
-from collections.abc import Iterator
 
 import pytest
 
 from control.images.build import build
 from control.images.recipes import IMAGES as RECIPES
 from control.images.recipes import recipe
-from tests.support.engine import PrivateEngine
 from tests.support.paths import IMAGES
 
 _seconds: defaultdict[str, float] = defaultdict(float)
 _tests: defaultdict[str, int] = defaultdict(int)
-
-
-@pytest.fixture(scope="session")
-def engine() -> Iterator[PrivateEngine]:
-    """Run a Docker engine in namespaces of its own (root only); it starts in under a second."""
-    with PrivateEngine.acquire() as private:
-        yield private
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -66,6 +66,13 @@ class Place:
 
 
 @pytest.fixture(scope="package")
+def engine() -> Iterator[PrivateEngine]:
+    """A Docker engine in namespaces of its own; a new one for the folder, so that no folder meets another's host."""
+    with PrivateEngine.acquire() as private:
+        yield private
+
+
+@pytest.fixture(scope="package")
 def place() -> Iterator[Place]:
     root = Path(tempfile.mkdtemp(prefix="opificia-clients-"))
     yield Place(root)

@@ -23,12 +23,19 @@ from tests.support.paths import IMAGES
 LIMITS = ControlLimits(log_bytes=8 * MIB, out_bytes=16 * MIB, out_files=200)
 
 
+@pytest.fixture(scope="package")
+def engine() -> Iterator[PrivateEngine]:
+    """A Docker engine in namespaces of its own; a new one for the folder, so that no folder meets another's host."""
+    with PrivateEngine.acquire() as private:
+        yield private
+
+
 def open_service(engine: PrivateEngine) -> DockerService:
     """Make a service for the running loop; the caller closes it."""
     return DockerService(DockerSettings(socket=str(engine.socket)), HOST_ID, limits=LIMITS)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def door(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Door]:
     """The gateway's side of the door: answers every connection with the PROXY header that it came with."""
     folder = tmp_path_factory.mktemp("door")
@@ -66,13 +73,13 @@ async def prepare(engine: PrivateEngine, plan: HostPlan) -> list[str]:
         await service.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def plan(door: Door) -> HostPlan:
     """What this host is to have."""
     return host_plan(door)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def prepared(engine: PrivateEngine, plan: HostPlan) -> list[str]:
     """Prepare the host once for all tests."""
     return asyncio.run(prepare(engine, plan))

@@ -15,6 +15,13 @@ METADATA = "169.254.169.254"
 
 
 @pytest.fixture(scope="package")
+def engine() -> Iterator[PrivateEngine]:
+    """A Docker engine in namespaces of its own; a new one for the folder, so that no folder meets another's host."""
+    with PrivateEngine.acquire() as private:
+        yield private
+
+
+@pytest.fixture(scope="package")
 def model() -> Iterator[Model]:
     with stand_in_model() as provider:
         yield provider

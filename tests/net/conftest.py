@@ -34,7 +34,14 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
     return {"asyncio": asyncio.new_event_loop}
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
+def engine() -> Iterator[PrivateEngine]:
+    """A Docker engine in namespaces of its own; a new one for the folder, so that no folder meets another's host."""
+    with PrivateEngine.acquire() as private:
+        yield private
+
+
+@pytest.fixture(scope="package")
 def forwarded(engine: PrivateEngine) -> Iterator[Forwarded]:
     """A prepared host with a container on it."""
     place = Forwarded(engine)
