@@ -18,6 +18,7 @@ server.listen(0, '127.0.0.1', async () => {
   for (const host of ['127.0.0.1', 'localhost']) {
     console.log(await (await fetch(`http://${host}:${server.address().port}/`)).text());
   }
+  server.closeAllConnections();
   server.close();
 });
 """

@@ -94,3 +94,9 @@ def test_a_client_is_refused_and_its_user_told_why(
 
     wait_until(lambda: any(wanted.items() <= line.items() for line in logged()), "the refusal in the log", timeout_s=10)
     assert not any(line["event"] == "allow" for line in logged())
+
+
+def test_a_user_who_asks_curl_for_more_sees_the_reason(sandbox: Launch) -> None:
+    done = sandbox("agent").run("curl", "-sSv", f"https://{CORP}/hello")
+    assert "403 host_not_listed: this host is not on the list of this session" in done.stderr
+    assert "X-Opificia-Reason: host_not_listed" in done.stderr

@@ -37,7 +37,9 @@ def test_apt_updates_and_downloads_a_package_whose_signature_holds(sandbox: Laun
     assert "Err:" not in updated.stdout
     done = agent.run("/in/apt.sh", "download", "hello")
     assert done.code == 0, done.output
-    assert agent.run("sh", "-c", "dpkg-deb --field /work/apt/hello_*.deb Package").stdout == "hello\n"
+    # Without root nothing can be installed, but unpacked it can be.
+    unpacked = agent.run("sh", "-c", "dpkg-deb --extract /work/apt/hello_*.deb /work/root && /work/root/usr/bin/hello")
+    assert unpacked.stdout == "Hello, world!\n", unpacked.output
     # apt speaks plain HTTP, each request judged.
     lines = [line for line in gateway.audit("agent") if line["port"] == 80 and line["event"] == "allow"]
     assert len(lines) > 5
