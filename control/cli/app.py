@@ -207,11 +207,24 @@ def stop(
 
 
 @app.command("doctor")
-def doctor(json: Json = False) -> None:
-    """Check that the host is ready, with a remedy for each thing that is not."""
+def doctor(
+    image: Annotated[str, typer.Option(help="Image of the probe sandbox; the configured one if not given.")] = "",
+    sandbox: Annotated[bool, typer.Option(help="Try a probe sandbox from inside.")] = True,
+    config: Annotated[Path, typer.Option(help="control.toml; its limits are what the probe tries to exceed.")] = Path(
+        "/etc/opificia/control.toml"
+    ),
+    gateway_config: Annotated[
+        Path, typer.Option(help="gateway.toml; names the model key that must be nowhere in a sandbox.")
+    ] = Path("/etc/opificia/gateway.toml"),
+    json: Json = False,
+) -> None:
+    """Prove that the isolation holds, from inside a probe sandbox, and look at the host; a remedy for each thing that is not well.
+
+    Exit code: 0 all is well, 1 something is not. It takes up to half a minute; --no-sandbox looks at the host only.
+    """
     from control.cli.doctor import examine
 
-    raise SystemExit(examine(json))
+    raise SystemExit(examine(config, gateway_config, image, sandbox=sandbox, json=json))
 
 
 @app.command("control", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})

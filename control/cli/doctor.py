@@ -1,37 +1,21 @@
-"""`opificia doctor`: what must be in place, checked one by one, each failure with its remedy."""
+"""`opificia doctor`: everything that must be in place and everything that must be impossible, each failure with its remedy."""
 
 import asyncio
 import os
-from dataclasses import dataclass
 from pathlib import Path
-
-import msgspec
 
 from control.cli.output import as_json, cell, show, table
 from control.client import DEFAULT_ADDRESS, ControlClient, ControlError, ControlUnavailableError
+from control.config import ControlConfig, load_config
+from control.doctor.findings import Finding
+from control.doctor.host import addresses, host_findings, listener, listening_ports, model_key
+from control.doctor.trial import Subject, try_sandbox
+from gateway.runtime.settings import SettingsError
 
 
-class Finding(msgspec.Struct, frozen=True):
-    """One check: what was looked at, whether it is well, and what to do if it is not."""
-
-    check: str
-    ok: bool
-    detail: str = ""
-    remedy: str = ""
-
-
-@dataclass(frozen=True, slots=True)
-class _Subject:
-    address: str
-    token: str
-
-
-def examine(json: bool) -> int:
-    """Print all findings; return 0 when everything is well, 1 otherwise."""
-    subject = _Subject(
-        os.environ.get("OPIFICIA_CONTROL", DEFAULT_ADDRESS), os.environ.get("OPIFICIA_CONTROL_TOKEN", "")
-    )
-    findings = asyncio.run(_findings(subject))
+def examine(config: Path, gateway_config: Path, image: str, *, sandbox: bool, json: bool) -> int:
+    """Print all findings; return 0 when everything is well, 1 otherwise. `sandbox`: also try one from inside."""
+    findings = asyncio.run(_findings(config, gateway_config, image, sandbox))
     if json:
         as_json(findings)
     else:
@@ -43,28 +27,49 @@ def examine(json: bool) -> int:
     return 0 if all(each.ok for each in findings) else 1
 
 
-async def _findings(subject: _Subject) -> list[Finding]:
-    findings = [_socket(subject.address)] if subject.address.startswith("unix:") else []
+async def _findings(path: Path, gateway_config: Path, image: str, sandbox: bool) -> list[Finding]:
+    address = os.environ.get("OPIFICIA_CONTROL", DEFAULT_ADDRESS)
+    findings = [_socket(address)] if address.startswith("unix:") else []
+    config, problem = _config(path)
+    findings += problem
     try:
-        async with ControlClient(subject.address, subject.token) as client:
+        async with ControlClient(address, os.environ.get("OPIFICIA_CONTROL_TOKEN", "")) as client:
             health = await client.health()
+            findings += await asyncio.to_thread(host_findings, health, config.data if config else None)
+            if sandbox:
+                settings = config or ControlConfig()
+                with listener():
+                    subject = Subject(
+                        image=image or settings.images.sandbox,
+                        addresses=(*addresses(), str(settings.network.bridge_address)),
+                        ports=listening_ports(),
+                        out_bytes=settings.limits.out_bytes,
+                        key=model_key(gateway_config),
+                    )
+                    findings += await try_sandbox(client, subject)
     except (ControlError, ControlUnavailableError) as error:
         remedy = "systemctl status opificia-control; its log says why it does not run"
-        return [*findings, Finding("control daemon", False, str(error), remedy)]
-    detail = f"version {health.version}, host {health.host_id}, {health.running} running, {health.waiting} waiting"
-    findings.append(Finding("control daemon", True, detail))
-    for problem in health.problems:
-        what, _, remedy = problem.partition("; ")
-        findings.append(Finding("host", False, what, remedy))
-    if not health.problems:
-        findings.append(Finding("host", True, "engine, network, forwarder, gateway and database are there"))
+        findings.append(Finding("host", "control daemon", False, str(error), remedy))
     return findings
+
+
+def _config(path: Path) -> tuple[ControlConfig | None, list[Finding]]:
+    """Read control.toml where this user may: an operator need not be able to."""
+    if not os.access(path, os.R_OK):
+        return None, []
+    try:
+        return load_config(path), [Finding("host", "control.toml", True, str(path))]
+    except SettingsError as error:
+        remedy = "opificia-control --check-config lists every problem"
+        return None, [Finding("host", "control.toml", False, str(error.problems[0]), remedy)]
 
 
 def _socket(address: str) -> Finding:
     path = Path(address.removeprefix("unix:"))
     if not path.exists():
-        return Finding("API socket", False, f"{path} is not there", "start opificia-control, or set OPIFICIA_CONTROL")
+        remedy = "start opificia-control, or set OPIFICIA_CONTROL"
+        return Finding("host", "API socket", False, f"{path} is not there", remedy)
     if not os.access(path, os.W_OK):
-        return Finding("API socket", False, f"{path} may not be used", f"join the group {path.group()}, log in again")
-    return Finding("API socket", True, str(path))
+        remedy = f"join the group {path.group()}, log in again"
+        return Finding("host", "API socket", False, f"{path} may not be used", remedy)
+    return Finding("host", "API socket", True, str(path))

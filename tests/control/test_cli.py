@@ -266,10 +266,24 @@ async def test_the_gateway_is_shown_with_what_it_serves(host: Host) -> None:
 
 async def test_doctor_and_status_say_whether_the_host_is_ready(host: Host) -> None:
     await until(lambda: host.control.link.connected, "the gateway")
-    code, out, _ = await opificia(host, "doctor")
-    assert (code, out.count("✓"), out.count("✗")) == (0, 3, 0)
+    code, out, _ = await opificia(host, "doctor", "--no-sandbox")
+    # The clock of a machine in a test may run free.
+    assert [line.split()[1] for line in out.splitlines() if "✗" in line] in ([], ["clock"])
+    assert out.count("✓") >= 4
+    host.host_problems.append("the firewall is not loaded; opificia host prepare")
+    await host.stop()
+    await host.start()
+    code, out, _ = await opificia(host, "doctor", "--no-sandbox", "--json")
+    assert {
+        "part": "host",
+        "check": "host",
+        "ok": False,
+        "detail": "the firewall is not loaded",
+        "remedy": "opificia host prepare",
+    } in json.loads(out)
+    assert code == 1
     code, out, _ = await opificia(host, "control", "status")
-    assert json.loads(out)["status"] == "ok"
+    assert json.loads(out)["status"] == "degraded"
     await host.stop()
     code, out, _ = await opificia(host, "doctor", "--json")
     assert code == 1

@@ -1,0 +1,78 @@
+"""The doctor's own eyes: its probe sees what is open, and what it does not say is not well."""
+
+import hashlib
+import socket
+from pathlib import Path
+
+import pytest
+
+from control.api.types import Health
+from control.client import ControlClient
+from control.doctor import probe
+from control.doctor.host import addresses, daemon_findings, listening_ports, model_key
+from control.doctor.trial import CHECKS, Subject, _findings, try_sandbox
+from tests.control.conftest import Host, until
+
+
+def test_the_probe_sees_an_open_port_among_closed_ones() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server, socket.create_server(("127.0.0.1", 0)) as other:
+        port, closed = server.getsockname()[1], other.getsockname()[1]
+        other.close()
+        assert probe.unreached([("127.0.0.1", closed)]) == (True, "1 tried")
+        found = probe.unreached([("127.0.0.1", closed), ("127.0.0.1", port)] * 700)
+        assert found[0] is False
+        assert f"127.0.0.1:{port}" in found[1]
+
+
+def test_the_probe_finds_a_key_by_its_digest_alone() -> None:
+    key = b"sk-ant-" + b"k" * 40
+    digest = hashlib.sha256(key).hexdigest()
+    assert probe._holds(b"x sk-a sk-ant-no " + key + b" y", b"sk-a", len(key), digest)
+    assert not probe._holds(b"x sk-ant-" + b"k" * 39, b"sk-a", len(key), digest)
+    assert probe.KEY_SHAPE.findall(b"key=" + key) == [key]
+
+
+def test_every_check_of_the_probe_has_its_words_and_its_remedy() -> None:
+    assert {check.__name__ for check in probe.CHECKS} == CHECKS.keys()
+    assert all(title and remedy for title, remedy in CHECKS.values())
+
+
+def test_what_the_probe_does_not_say_is_not_well() -> None:
+    output = '{"check":"dns","ok":true,"detail":"fine"}\nnoise\n{"check":"surprise","ok":true,"detail":""}\n'
+    found = {each.check: each for each in _findings(output, "exit code 137")}
+    assert len(found) == len(CHECKS)
+    assert found["no DNS that leaves"].ok
+    silent = [each for each in found.values() if not each.ok]
+    assert len(silent) == len(CHECKS) - 1
+    assert all("exit code 137" in each.detail and each.remedy for each in silent)
+
+
+async def test_a_probe_sandbox_that_cannot_start_is_one_finding_and_leaves_nothing(
+    host: Host, client: ControlClient
+) -> None:
+    await until(lambda: host.control.link.connected, "the gateway")
+    found = await try_sandbox(client, Subject(image="missing", addresses=(), ports=(), out_bytes=1))
+    assert [(each.check, each.ok) for each in found] == [("a probe sandbox runs", False)]
+    assert "image_missing" in found[0].detail
+    await until(lambda: not host.manager.records(), "the clean-up")
+
+
+def test_another_version_of_the_daemon_is_said() -> None:
+    health = Health(status="ok", version="0.0.0", host_id="h")
+    assert [each.check for each in daemon_findings(health) if not each.ok] == ["versions"]
+
+
+def test_the_hosts_addresses_and_ports_are_found() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        assert server.getsockname()[1] in listening_ports()
+    assert not any(address.startswith(("127.", "169.254.", "fe80")) or address == "::1" for address in addresses())
+
+
+@pytest.mark.parametrize("text", ["", "[model]", "[model]\napi_key_file = 7", "no toml", "model = 1"])
+def test_a_key_that_cannot_be_read_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / "gateway.toml").write_text(text)
+    assert model_key(tmp_path / "gateway.toml") == ""
+    assert model_key(tmp_path / "missing") == ""
+    (tmp_path / "key").write_text("secret\n")
+    (tmp_path / "gateway.toml").write_text(f'[model]\napi_key_file = "{tmp_path}/key"')
+    assert model_key(tmp_path / "gateway.toml") == "secret"
