@@ -39,10 +39,8 @@ class Unpacked:
     refused: list[str] = field(default_factory=list)
 
 
-def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, strict: bool, strip: int = 0) -> Unpacked:
+def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, strict: bool) -> Unpacked:
     """Unpack `archive` into the existing `folder`; files that are there already are replaced.
-
-    `strip`: so many leading folders of each name are left out, as tar's --strip-components does.
 
     `strict`: an entry that must not be made is an ArchiveError; else it is left out and told. Raises ArchiveError, also when
     a bound is met; what was unpacked until then stays.
@@ -57,7 +55,7 @@ def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, str
                     if done.bytes > max_bytes or done.entries + len(done.refused) >= max_entries:
                         raise ArchiveError(f"it holds more than {max_bytes} bytes or {max_entries} entries")
                     try:
-                        _unpack_one(tar, member, root, strip)
+                        _unpack_one(tar, member, root)
                         done.entries += 1
                     except (RefusedEntryError, OSError, ValueError) as error:
                         if isinstance(error, OSError) and error.errno in _HOPELESS:
@@ -73,8 +71,8 @@ def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, str
     return done
 
 
-def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: int, strip: int) -> None:
-    parts = _parts(member.name)[strip:]
+def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: int) -> None:
+    parts = _parts(member.name)
     if not parts:
         return
     with _parent(root, parts) as parent:
@@ -88,7 +86,7 @@ def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: int, strip:
         elif member.issym():
             _link(member, parts, parent)
         elif member.islnk():
-            _hard_link(_parts(member.linkname)[strip:], root, parent, name)
+            _hard_link(_parts(member.linkname), root, parent, name)
         else:
             raise RefusedEntryError("is neither file, folder nor link")
 

@@ -44,8 +44,8 @@ def _entries(archive: Path) -> list[Entry]:
     entries = []
     with tarfile.open(archive) as tar:
         for member in tar:
-            # The engine puts all under the folder's own name.
-            _, _, path = member.name.partition("/")
+            # Names are relative to /out, which is there itself as ".".
+            path = member.name.removeprefix(".").removeprefix("/")
             if path:
                 # Names are the sandbox's own bytes, and JSON is text.
                 text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
@@ -78,5 +78,5 @@ async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet:
 
 def _unpack_out(archive: Path, folder: Path) -> Unpacked:
     folder.mkdir(parents=True, exist_ok=True)
-    # The daemon has bounded it already, by the size of /out. The engine puts all under the folder's own name.
-    return unpack(archive, folder, max_bytes=2**62, max_entries=2**62, strict=False, strip=1)
+    # The daemon has bounded it already, by the size of /out.
+    return unpack(archive, folder, max_bytes=2**62, max_entries=2**62, strict=False)

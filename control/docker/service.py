@@ -193,7 +193,8 @@ class DockerService:
             return await self._engine.in_thread(
                 "GET",
                 f"/containers/{found['Id']}/archive",
-                {"path": OUT_PATH},
+                # With the dot, names are relative to the folder ("./a/b"); without it they would begin with its own.
+                {"path": f"{OUT_PATH}/."},
                 lambda stream: collect(stream, destination, limits),
             )
         except OSError as error:

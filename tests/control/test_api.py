@@ -229,7 +229,7 @@ async def test_results_come_as_a_tar(client: ControlClient, host: Host, tmp_path
     await client.ended(session)
     await client.out(session, tmp_path / "out.tar")
     with tarfile.open(tmp_path / "out.tar") as tar:
-        found = tar.extractfile("out/result.txt")
+        found = tar.extractfile("./result.txt")
         assert found is not None
         assert found.read() == b"the result"
 

@@ -38,7 +38,7 @@ async def test_a_full_out_is_the_sandboxs_own_error_and_what_fitted_is_kept(
     # The session has its 16 MiB whole; the file system's own bookkeeping comes on top.
     assert 16 * MIB <= int(size) <= 34 * MIB
     (sandbox,) = sandboxes.launched
-    assert await _names(service, sandbox.container, tmp_path / "out.tar") == ["out", "out/big"]
+    assert await _names(service, sandbox.container, tmp_path / "out.tar") == [".", "./big"]
 
 
 async def test_files_in_out_are_limited_in_number(sandboxes: Sandboxes) -> None:
@@ -84,13 +84,13 @@ ln shadow hard
     with tarfile.open(destination) as tar:
         members = {member.name: member for member in tar}
     # The two names of one link; the second refers to the first.
-    assert members["out/hard"].linkname == "/etc/shadow"
-    assert members["out/shadow"].linkname == "out/hard"
-    assert members["out/root"].issym()
-    assert members["out/loop"].issym()
-    assert members["out/fifo"].isfifo()
-    assert {"out/line\nbreak", "out/byte\udcff", "out/-rf *", "out/" + "/".join("d" * 60)} <= set(members)
-    assert not any("shadow/" in name or name.startswith("out/root/") for name in members)
+    assert members["./hard"].linkname == "/etc/shadow"
+    assert members["./shadow"].linkname == "./hard"
+    assert members["./root"].issym()
+    assert members["./loop"].issym()
+    assert members["./fifo"].isfifo()
+    assert {"./line\nbreak", "./byte\udcff", "./-rf *", "./" + "/".join("d" * 60)} <= set(members)
+    assert not any("shadow/" in name or name.startswith("./root/") for name in members)
     assert summary.bytes < 1 * MIB
 
 
@@ -98,7 +98,7 @@ async def test_300_folders_deep_are_collected(sandboxes: Sandboxes, service: Doc
     await sandboxes.run("cd /out; for n in $(seq 150); do mkdir d && cd d || exit 1; done; echo end > end")
     (sandbox,) = sandboxes.launched
     names = await _names(service, sandbox.container, tmp_path / "out.tar")
-    assert names[-1] == "out/" + "d/" * 150 + "end"
+    assert names[-1] == "./" + "d/" * 150 + "end"
 
 
 async def test_a_bound_on_entries_or_bytes_cuts_the_archive_and_says_so(
@@ -108,10 +108,10 @@ async def test_a_bound_on_entries_or_bytes_cuts_the_archive_and_says_so(
     (sandbox,) = sandboxes.launched
     destination = tmp_path / "out.tar"
     few = OutLimits(bytes=64 * MIB, entries=3)
-    assert await _names(service, sandbox.container, destination, few) == ["out", "out/a", "out/b"]
+    assert await _names(service, sandbox.container, destination, few) == [".", "./a", "./b"]
     assert (await service.archive_out(sandbox.container, destination, few)).truncated
     small = OutLimits(bytes=32 * KIB, entries=100)
-    assert await _names(service, sandbox.container, destination, small) == ["out", "out/a", "out/b"]
+    assert await _names(service, sandbox.container, destination, small) == [".", "./a", "./b"]
     assert (await service.archive_out(sandbox.container, destination, small)).truncated
     assert not list(tmp_path.glob("*.partial"))
 
@@ -133,7 +133,7 @@ async def test_results_outlive_a_reboot_that_takes_the_loop_devices(
     link = Path(f"/dev/opificia/{HOST_ID}-{sandbox.session}")
     subprocess.run(["losetup", "--detach", str(link.resolve())], check=True)
     link.unlink()
-    assert await _names(service, sandbox.container, tmp_path / "out.tar") == ["out", "out/result"]
+    assert await _names(service, sandbox.container, tmp_path / "out.tar") == [".", "./result"]
 
 
 async def test_making_a_volume_again_keeps_what_is_in_it(
@@ -142,7 +142,7 @@ async def test_making_a_volume_again_keeps_what_is_in_it(
     await sandboxes.run("echo kept > /out/result")
     (sandbox,) = sandboxes.launched
     assert await service.create_out_volume(sandbox.session, 16 * MIB, 200) == f"opificia-out-{sandbox.session}"
-    assert await _names(service, sandbox.container, tmp_path / "out.tar") == ["out", "out/result"]
+    assert await _names(service, sandbox.container, tmp_path / "out.tar") == [".", "./result"]
 
 
 async def test_a_removed_volume_leaves_no_device_and_no_file(

@@ -243,7 +243,7 @@ class FakeEngine:
         self._find(container)
         with tarfile.open(destination, "w") as tar:
             for name, data in self.out.items():
-                info = tarfile.TarInfo(f"out/{name}")
+                info = tarfile.TarInfo(f"./{name}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
         return OutSummary(sum(map(len, self.out.values())), len(self.out), False)

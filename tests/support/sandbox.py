@@ -188,7 +188,7 @@ class Sandbox:
                 await client.out(self.session, archive)
                 with tarfile.open(fileobj=io.BytesIO(archive.read_bytes())) as tar:
                     return {
-                        member.name.removeprefix("out/"): reader.read()
+                        member.name.removeprefix("./"): reader.read()
                         for member in tar
                         if member.isreg() and (reader := tar.extractfile(member)) is not None
                     }
