@@ -2,66 +2,23 @@
 
 import random
 import tempfile
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
 from bench.load import Client, LoadError, Server
-from bench.measure import Usage, Window, run_client
+from bench.measure import run_client
 from bench.names import ZONE, NameServer, client_hello
 from bench.peers import Peer
-from bench.peers.base import CheckError, Ground
-from bench.processes import NotRunningError, rss_bytes
+from bench.peers.base import Ground
+from bench.processes import rss_bytes
 from bench.records import Record, Run
+from bench.rounds import Scenario, Settings, Stage, run_rounds, take_latency, take_usage
 
 SUITE: Final = "egress"
 _PLAIN_NAME: Final = f"plain.{ZONE}"
 _TLS_NAME: Final = f"tls.{ZONE}"
 _GB: Final = 1e9
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """How long and how often. `seconds` is the length of one measurement."""
-
-    rounds: int = 3
-    seconds: float = 3.0
-    connections: int = 20_000
-    idle_tunnels: int = 5_000
-    concurrency: int = 32
-
-
-@dataclass(slots=True)
-class Stage:
-    """What scenarios run on."""
-
-    settings: Settings
-    server: Server
-    ground: Ground
-    hello: Path
-
-
-class Scenario(ABC):
-    """One question put to a peer. `result` fills in the values and returns the clients' own results for comparison."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def applies(self, peer: Peer, stage: Stage) -> bool:
-        """Tell whether the question makes sense for this peer."""
-        del peer, stage
-        return True
-
-    @abstractmethod
-    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
-        """Measure; fill `record.values`. Returns the results of all load clients."""
-
-
-def _take_usage(record: Record, usage: Usage) -> None:
-    record.limited_by = usage.limited_by()
-    record.foreign_cpu = round(usage.foreign_share, 3)
 
 
 class Bulk(Scenario):
@@ -79,7 +36,7 @@ class Bulk(Scenario):
         options += ["--seconds", str(stage.settings.seconds), "--warmup", str(warmup)]
         client = Client("bulk", peer.route(), options)
         result, usage = run_client(client, peer.pids(), stage.server, settled=False)
-        _take_usage(record, usage)
+        take_usage(record, usage)
         record.values["gb_per_s"] = result["bytes"] / result["seconds"] / _GB
         if result["bytes"]:
             record.values["cpu_s_per_gb"] = usage.peer / (result["bytes"] / _GB)
@@ -108,16 +65,11 @@ class Connections(Scenario):
         warmup = Client("connect", route, [*options, "--total", str(max(200, settings.connections // 20))]).run()
         client = Client("connect", route, [*options, "--total", str(settings.connections)])
         result, usage = run_client(client, peer.pids(), stage.server, settled=True)
-        _take_usage(record, usage)
+        take_usage(record, usage)
         record.values["connections_per_s"] = result["connections"] / result["seconds"]
         record.values["cpu_us_per_connection"] = usage.peer / result["connections"] * 1e6
-        _take_latency(record, result)
+        take_latency(record, result)
         return [warmup, result]
-
-
-def _take_latency(record: Record, result: dict[str, Any]) -> None:
-    latency = result.get("latency_us", {})
-    record.values.update({f"{name}_us": latency[name] for name in ("p50", "p99", "p999") if name in latency})
 
 
 class Echo(Scenario):
@@ -149,11 +101,11 @@ class Echo(Scenario):
             others = [client.finish() for client in beside]
         if self._stalled:
             others[0]["cut_off"] = True
-        _take_latency(record, result)
+        take_latency(record, result)
         if beside:
             record.values["bulk_gb_per_s"] = sum(other.get("bytes", 0) for other in others) / (seconds + 1) / _GB
         else:
-            _take_usage(record, usage)
+            take_usage(record, usage)
             messages = result["latency_us"]["count"] if "latency_us" in result else 0
             if messages:
                 record.values["cpu_us_per_message"] = usage.peer / messages / 2 * 1e6
@@ -249,59 +201,7 @@ def run(
             hello = Path(directory) / "hello"
             hello.write_bytes(client_hello(_TLS_NAME))
             stage = Stage(settings, server, ground, hello)
-            for number in range(settings.rounds):
-                shift = number % max(1, len(peers))
-                _run_round(run_, [*peers[shift:], *peers[:shift]], chosen, stage, number, say)
+            run_rounds(run_, SUITE, peers, chosen, stage, say)
     finally:
         names.close()
         server.stop()
-
-
-def _run_round(
-    run_: Run,
-    peers: Sequence[Peer],
-    chosen: Sequence[Scenario],
-    stage: Stage,
-    number: int,
-    say: Callable[[str], None],
-) -> None:
-    started: list[Peer] = []
-    try:
-        for peer in peers:
-            try:
-                peer.start(stage.ground)
-            except (CheckError, NotRunningError, LoadError) as error:
-                run_.notes.append(f"{peer.name} did not start: {error}")
-                continue
-            started.append(peer)
-            run_.peers.setdefault(
-                peer.name,
-                {"about": peer.about(), "checks": peer.checks, "forward_proxy": peer.is_forward_proxy},
-            )
-        for scenario in chosen:
-            for peer in started:
-                if not scenario.applies(peer, stage):
-                    continue
-                say(f"round {number + 1}/{stage.settings.rounds}: {scenario.name}: {peer.name}")
-                run_.records.append(_measure(scenario, peer, stage, number))
-    finally:
-        for peer in started:
-            peer.stop()
-
-
-def _measure(scenario: Scenario, peer: Peer, stage: Stage, number: int) -> Record:
-    record = Record(SUITE, scenario.name, peer.name, number, {})
-    try:
-        results = scenario.run(peer, stage, record)
-    except LoadError as error:
-        record.problems.append(str(error))
-        return record
-    record.raw["clients"] = results
-    for result in results:
-        if result["errors"]:
-            record.problems.append(f"{result['errors']} errors, the first: {result['first_error']}")
-    record.problems += peer.compare(results)
-    return record
-
-
-__all__ = ["SUITE", "Settings", "Window", "choose", "run", "scaling", "scenarios"]

@@ -11,7 +11,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 _SOURCES: Final = Path(__file__).parent
 _CFLAGS: Final = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
@@ -32,7 +32,8 @@ def build(name: str) -> Path | None:
     if cc is None:
         return None
     source = _SOURCES / f"{name}.c"
-    digest = hashlib.sha256(source.read_bytes() + repr(_CFLAGS).encode()).hexdigest()[:16]
+    read = source.read_bytes() + (_SOURCES / "common.h").read_bytes()
+    digest = hashlib.sha256(read + repr(_CFLAGS).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "opificia-bench"
     program = cache / f"{name}-{digest}"
     if program.exists():
@@ -48,8 +49,10 @@ def build(name: str) -> Path | None:
 
 
 def command(name: str = "load") -> list[str]:
-    """Return how a load program is run."""
+    """Return how a load program is run. Raises LoadError for one that has no stand-in where there is no compiler."""
     program = build(name)
+    if program is None and name != "load":
+        raise LoadError(f"{name}.c needs a C compiler")
     return [str(program)] if program else [sys.executable, "-m", "bench.load.fallback"]
 
 
@@ -71,12 +74,19 @@ class Route:
         return found
 
 
+class Way(Protocol):
+    """How a load client reaches what it measures."""
+
+    def arguments(self) -> list[str]:
+        """Return the load program's arguments for it."""
+
+
 @dataclass(slots=True)
 class Client:
-    """One run of a load client."""
+    """One run of a load client. `program` is which one: `load` for tunnels, `model` for model requests."""
 
     mode: str
-    route: Route
+    route: Way
     options: Sequence[str] = ()
     on_event: Callable[[str], None] = lambda _event: None
     program: str = "load"

@@ -9,7 +9,7 @@ import shutil
 import socket
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -56,10 +56,11 @@ class GatewayPeer(Peer):
     def _config(self, ground: Ground, directory: Path) -> str:
         self._metrics_port = free_port()
         # No limit of [limits] is off; the audit log keeps every line because every line is compared.
+        nameservers = [ground.nameserver] if ground.nameserver else []
         return (
             f'[listen]\n{self._listen(directory)}metrics = "127.0.0.1:{self._metrics_port}"\n'
             f'[sessions]\nfile = "{directory}/sessions.toml"\n'
-            f'[egress]\nallow_loopback = true\nnameservers = ["{ground.nameserver}"]\n'
+            f"[egress]\nallow_loopback = true\nnameservers = {json.dumps(nameservers)}\n"
             f'[audit]\ndir = "{directory}/egress"\n'
             f"[limits]\nmax_egress_log_lines = 1_000_000_000\n"
         )
@@ -173,7 +174,7 @@ class GatewayPeer(Peer):
                 problems.append(f"the audit log counts {found[way]} bytes {way}, the load {made}")
         return problems
 
-    def _settle(self, done: Any) -> None:
+    def _settle(self, done: Callable[[], bool]) -> None:
         end = time.monotonic() + 10
         while not done() and time.monotonic() < end:
             time.sleep(0.05)

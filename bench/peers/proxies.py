@@ -29,7 +29,7 @@ defaults
 """
 
 
-class _Program(Peer):
+class ProgramPeer(Peer):
     """A proxy that is an installed program."""
 
     program = ""
@@ -58,7 +58,7 @@ class _Program(Peer):
         return Route(f"127.0.0.1:{self._port}", self._ground.tls if tls else self._ground.plain)
 
 
-class Splicer(_Program):
+class Splicer(ProgramPeer):
     """The C program of `load/splicer.c`: the practical limit of a CONNECT proxy in one thread."""
 
     name = "c-splicer"
@@ -80,7 +80,7 @@ class Splicer(_Program):
         self._run([str(program), str(self._port)], directory, self._port)
 
 
-class HAProxy(_Program):
+class HAProxy(ProgramPeer):
     """TCP mode, tuned to splice. No forward proxy (it cannot CONNECT): the reference of how fast bytes can be moved."""
 
     name = "haproxy-tcp"
@@ -105,7 +105,7 @@ class HAProxy(_Program):
         return Route(f"127.0.0.1:{self._tls_port if tls else self._port}")
 
 
-class Squid(_Program):
+class Squid(ProgramPeer):
     """One worker, no cache, no log, everything allowed."""
 
     name = "squid"
@@ -134,7 +134,7 @@ class Squid(_Program):
         self._run([self.program, "-N", "-f", str(config)], directory, self._port)
 
 
-class Tinyproxy(_Program):
+class Tinyproxy(ProgramPeer):
     """A thread a connection."""
 
     name = "tinyproxy"
@@ -151,7 +151,7 @@ class Tinyproxy(_Program):
         self._run([self.program, "-d", "-c", str(config)], directory, self._port)
 
 
-class CommandPeer(_Program):
+class CommandPeer(ProgramPeer):
     """Any other CONNECT proxy, given as a command with `{port}` in it; it must need no credentials."""
 
     name = "command"
