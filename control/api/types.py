@@ -1,5 +1,6 @@
 """What the API takes and gives, as msgspec types; the OpenAPI document is made from them. Times are RFC 3339 in UTC."""
 
+import functools
 from datetime import UTC, datetime
 from typing import Annotated
 
@@ -168,4 +169,11 @@ class Problem(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 def rfc3339(at_ms: int) -> str:
     """Return milliseconds since the epoch as RFC 3339 in UTC."""
-    return datetime.fromtimestamp(at_ms / 1000, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
+    seconds, milliseconds = divmod(at_ms, 1000)
+    return f"{_rfc3339_seconds(seconds)}.{milliseconds:03d}Z"
+
+
+# A page of sessions holds five times each, mostly of the same few seconds: a third of what the page cost.
+@functools.lru_cache(maxsize=4096)
+def _rfc3339_seconds(seconds: int) -> str:
+    return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%dT%H:%M:%S")
