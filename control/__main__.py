@@ -9,6 +9,7 @@ from pathlib import Path
 
 from control.app import Control, StartError, host_id, serve
 from control.config import DEFAULT_PATH, ControlConfig, load_config
+from control.db.store import Store, StoreUnavailableError
 from control.docker.service import DockerService
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
 
@@ -20,6 +21,7 @@ def main() -> None:
     parser.add_argument(
         "--check-config", action="store_true", help="say what is wrong with the configuration, and exit"
     )
+    parser.add_argument("--migrate", action="store_true", help="bring the database to this version's form, and exit")
     parser.add_argument("--verbose", action="store_true", help="log every step")
     arguments = parser.parse_args()
     try:
@@ -40,9 +42,19 @@ def main() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("aiosqlite").setLevel(logging.WARNING)
     try:
-        asyncio.run(_run(config))
+        asyncio.run(_migrate(config) if arguments.migrate else _run(config))
     except StartError as error:
         sys.exit(f"opificia-control: {error}")
+
+
+async def _migrate(config: ControlConfig) -> None:
+    store = Store(config.store.url)
+    try:
+        await store.migrate()
+    except StoreUnavailableError as error:
+        raise StartError(f"{error}; check [store] url and that the database runs") from error
+    finally:
+        await store.close()
 
 
 async def _run(config: ControlConfig) -> None:
