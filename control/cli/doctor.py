@@ -8,7 +8,7 @@ from control.cli.output import as_json, cell, show, table
 from control.client import DEFAULT_ADDRESS, ControlClient, ControlError, ControlUnavailableError
 from control.config import ControlConfig, load_config
 from control.doctor.findings import Finding
-from control.doctor.host import addresses, host_findings, listener, listening_ports, model_key
+from control.doctor.host import addresses, host_findings, listener, listening_ports, model_key, registry
 from control.doctor.trial import Subject, try_sandbox
 from gateway.runtime.settings import SettingsError
 
@@ -44,6 +44,7 @@ async def _findings(path: Path, gateway_config: Path, image: str, sandbox: bool)
                         addresses=(*addresses(), str(settings.network.bridge_address)),
                         ports=listening_ports(),
                         out_bytes=settings.limits.out_bytes,
+                        registry=registry(gateway_config),
                         key=model_key(gateway_config),
                     )
                     findings += await try_sandbox(client, subject)

@@ -50,7 +50,7 @@ def check(
     The running gateway answers, by the code that judges a CONNECT and with its own name servers; it connects to nothing. Exit code:
     0 all allowed, 1 one or more refused.
 
-    Example: opificia egress check --session my-session pypi.org internal.example:8443
+    Example: opificia egress check --session my-session git.example.org files.example.com:8443
     """
     from control.api.types import EgressCheck, EgressChecked
     from control.cli.check import show_opinions

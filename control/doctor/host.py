@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import tomllib
+from importlib import resources
 from pathlib import Path
 from typing import Final
 
@@ -87,6 +88,17 @@ def model_key(gateway_toml: Path) -> str:
         return Path(model["api_key_file"]).read_text().strip()
     except (OSError, KeyError, TypeError, UnicodeDecodeError, tomllib.TOMLDecodeError):
         return ""
+
+
+def registry(gateway_toml: Path) -> str:
+    """Return a host that level `registries` allows, by the operator's list where this user may read it, else by the built-in one."""
+    try:
+        file = tomllib.loads(gateway_toml.read_text())["egress"]["registries_file"]
+        listed = tomllib.loads(Path(file).read_text())
+    except (OSError, KeyError, TypeError, UnicodeDecodeError, tomllib.TOMLDecodeError):
+        listed = tomllib.loads((resources.files("gateway") / "data/registries.toml").read_text())
+    hosts = (host for each in listed["registry"] if 443 in each["ports"] for host in each["hosts"])
+    return str(next(host for host in hosts if not host.startswith("*")))
 
 
 def listener() -> socket.socket:

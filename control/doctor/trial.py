@@ -20,7 +20,6 @@ from gateway.contract.policy import NetworkLevel
 
 # Enough for the probe, few enough to reach at once.
 PIDS: Final = 128
-REGISTRY: Final = "pypi.org"
 SIBLING_PORT: Final = 8000
 TIME_LIMIT_MS: Final = 120_000
 _START_S: Final = 30.0
@@ -69,12 +68,16 @@ CHECKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the probe is told of this host: its addresses, the TCP ports that listen there, /out's size, the operator's key."""
+    """What the probe is told of this host: its addresses, the TCP ports that listen there, /out's size, the operator's key.
+
+    `registry` is a host of the list that level `registries` allows.
+    """
 
     image: str
     addresses: tuple[str, ...]
     ports: tuple[int, ...]
     out_bytes: int
+    registry: str
     key: str = ""
 
 
@@ -187,7 +190,7 @@ async def _config(client: ControlClient, subject: Subject, probe: SessionView, s
         "sibling_port": SIBLING_PORT,
         "sibling_session": sibling.id,
         "sibling_token": token.strip(),
-        "registry": REGISTRY,
+        "registry": subject.registry,
         "pids": PIDS,
         "memory_bytes": probe.memory_bytes,
         "out_bytes": subject.out_bytes,

@@ -154,7 +154,7 @@ async def test_sessions_logs_events_and_egress_are_shown(host: Host) -> None:
     await host.cleaned(session)
     (host.root / "egress" / f"{session}.log").write_text(
         '{"ts":"2026-01-01T00:00:00Z","event":"refuse","kind":"connect","host":"evil\\u001b[2J.example","port":443,'
-        '"reason":"host_not_listed"}\n{"event":"close","host":"pypi.org","port":443,"bytes_up":1,"bytes_down":2}\n'
+        '"reason":"host_not_listed"}\n{"event":"close","host":"files.example.com","port":443,"bytes_up":1,"bytes_down":2}\n'
     )
     code, out, _ = await opificia(host, "sessions")
     assert code == 0
@@ -214,9 +214,9 @@ async def test_egress_is_summed_up_by_host(host: Host) -> None:
     session = await host.launch("true")
     await host.ended(session)
     entries = [
-        {"event": "allow", "host": "pypi.org", "port": 443},
-        {"event": "close", "host": "pypi.org", "port": 443, "bytes_up": 10, "bytes_down": 20},
-        {"event": "allow", "host": "pypi.org", "port": 443},
+        {"event": "allow", "host": "files.example.com", "port": 443},
+        {"event": "close", "host": "files.example.com", "port": 443, "bytes_up": 10, "bytes_down": 20},
+        {"event": "allow", "host": "files.example.com", "port": 443},
         {"event": "refuse", "host": "evil.example", "port": 443, "reason": "host_not_listed"},
         {"event": "refuse", "reason": "malformed_authority"},
     ]
@@ -227,7 +227,7 @@ async def test_egress_is_summed_up_by_host(host: Host) -> None:
     assert [line.split() for line in out.splitlines()[1:]] == [
         ["-", "0", "1", "0", "0", "malformed_authority"],
         ["evil.example:443", "0", "1", "0", "0", "host_not_listed"],
-        ["pypi.org:443", "2", "0", "10", "20"],
+        ["files.example.com:443", "2", "0", "10", "20"],
     ]
     _, out, _ = await opificia(host, "egress", "show", session, "--summary", "--json")
     assert json.loads(out.splitlines()[-1])["allowed"] == 2

@@ -9,7 +9,7 @@ import pytest
 from control.api.types import Health
 from control.client import ControlClient
 from control.doctor import probe
-from control.doctor.host import addresses, daemon_findings, listening_ports, model_key
+from control.doctor.host import addresses, daemon_findings, listening_ports, model_key, registry
 from control.doctor.trial import CHECKS, Subject, _findings, try_sandbox
 from tests.control.conftest import Host, until
 
@@ -51,7 +51,9 @@ async def test_a_probe_sandbox_that_cannot_start_is_one_finding_and_leaves_nothi
     host: Host, client: ControlClient
 ) -> None:
     await until(lambda: host.control.link.connected, "the gateway")
-    found = await try_sandbox(client, Subject(image="missing", addresses=(), ports=(), out_bytes=1))
+    found = await try_sandbox(
+        client, Subject(image="missing", addresses=(), ports=(), out_bytes=1, registry="registry.example")
+    )
     assert [(each.check, each.ok) for each in found] == [("a probe sandbox runs", False)]
     assert "image_missing" in found[0].detail
     await until(lambda: not host.manager.records(), "the clean-up")
@@ -66,6 +68,17 @@ def test_the_hosts_addresses_and_ports_are_found() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         assert server.getsockname()[1] in listening_ports()
     assert not any(address.startswith(("127.", "169.254.", "fe80")) or address == "::1" for address in addresses())
+
+
+def test_a_registry_is_taken_from_the_operators_list_or_the_built_in_one(tmp_path: Path) -> None:
+    built_in = registry(tmp_path / "missing")
+    assert "." in built_in
+    own = '[[registry]]\nname = "own"\nsource = "us"\nhosts = ["*.mirror.example", "mirror.example"]\nports = [443]\n'
+    (tmp_path / "own.toml").write_text(own)
+    (tmp_path / "gateway.toml").write_text(f'[egress]\nregistries_file = "{tmp_path}/own.toml"\n')
+    assert registry(tmp_path / "gateway.toml") == "mirror.example"
+    (tmp_path / "gateway.toml").write_text("[egress]\n")
+    assert registry(tmp_path / "gateway.toml") == built_in
 
 
 @pytest.mark.parametrize("text", ["", "[model]", "[model]\napi_key_file = 7", "no toml", "model = 1"])

@@ -15,12 +15,12 @@ from tests.control.conftest import Host, until
 from tests.control.test_cli import opificia
 
 PYPI = EgressOpinion(
-    asked="pypi.org",
-    host="pypi.org",
+    asked="files.example.com",
+    host="files.example.com",
     port=443,
     allowed=True,
     step=EgressStep.ADDRESSES,
-    rule="registries:pypi",
+    rule="registries:some",
     addresses=(JudgedAddress("2001:db8::1", True, "trusted", "documentation (RFC 3849)"),),
 )
 POLICY = """
@@ -35,7 +35,7 @@ model_budget = { requests_per_minute = 60 }
 
 @pytest.fixture(autouse=True)
 async def ready(host: Host) -> None:
-    host.gateway.opinions["pypi.org"] = PYPI
+    host.gateway.opinions["files.example.com"] = PYPI
     await until(lambda: host.control.link.connected, "the gateway")
 
 
@@ -49,7 +49,7 @@ async def problem(client: ControlClient, check: EgressCheck) -> tuple[int, str, 
 async def test_a_sessions_own_policy_is_asked_about_also_when_it_has_ended(host: Host, client: ControlClient) -> None:
     session = await host.launch("true", network="registries", allow=["a.example"], deny=["b.example"])
     await host.state(session, SessionState.EXITED)
-    found = await client.check_egress(EgressCheck(hosts=("pypi.org", "evil.example"), session=session))
+    found = await client.check_egress(EgressCheck(hosts=("files.example.com", "evil.example"), session=session))
     assert found.policy == SessionPolicy(network=NetworkLevel.REGISTRIES, allow=("a.example",), deny=("b.example",))
     assert found.opinions[0] == PYPI
     assert found.opinions[1].reason == "host_not_listed"
@@ -83,19 +83,19 @@ async def test_without_a_gateway_there_is_no_opinion(host: Host, client: Control
 async def test_the_command_line_says_rule_step_and_addresses(host: Host, tmp_path: Path) -> None:
     (tmp_path / "policy.toml").write_text(POLICY)
     policy = str(tmp_path / "policy.toml")
-    code, out, _ = await opificia(host, "egress", "check", "--policy", policy, "pypi.org")
+    code, out, _ = await opificia(host, "egress", "check", "--policy", policy, "files.example.com")
     assert code == 0
     assert out.splitlines()[:2] == [
-        "✓ pypi.org:443  allowed by registries:pypi",
+        "✓ files.example.com:443  allowed by registries:some",
         "    2001:db8::1  trusted, documentation (RFC 3849)",
     ]
-    code, out, _ = await opificia(host, "egress", "check", "--policy", policy, "pypi.org", "evil.example")
+    code, out, _ = await opificia(host, "egress", "check", "--policy", policy, "files.example.com", "evil.example")
     assert code == 1
     assert "✗ evil.example:443  refused at rules, host_not_listed: no" in out
     assert "--allow evil.example:443" in out
-    code, out, _ = await opificia(host, "egress", "check", "--policy", policy, "pypi.org", "--json")
+    code, out, _ = await opificia(host, "egress", "check", "--policy", policy, "files.example.com", "--json")
     assert json.loads(out)["policy"]["models"] == ["claude-*"]
-    code, _, err = await opificia(host, "egress", "check", "pypi.org")
+    code, _, err = await opificia(host, "egress", "check", "files.example.com")
     assert (code, err) == (2, "opificia: give either --session or --policy\n")
 
 
