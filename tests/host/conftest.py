@@ -1,9 +1,12 @@
 """One private host for the folder: engine, forwarder, both daemons as their own users, and two sandboxes."""
 
-from collections.abc import Iterator
+import contextlib
+from collections.abc import AsyncIterator, Iterator
 
+import docker
 import pytest
 
+from control.client import ControlClient
 from control.plan.network import NetworkSettings
 from control.spec import SandboxSpec
 from gateway.contract.policy import NetworkLevel
@@ -52,3 +55,15 @@ def other(host: PrivateHost) -> Iterator[Sandbox]:
     sandbox = host.sandbox(SandboxSpec(image=IMAGE, network=NetworkLevel.OPEN, allow=(METADATA,)))
     yield sandbox
     sandbox.stop()
+
+
+@pytest.fixture
+async def control(host: PrivateHost) -> AsyncIterator[ControlClient]:
+    async with ControlClient(host.api) as client:
+        yield client
+
+
+@pytest.fixture
+def docker_client(engine: PrivateEngine) -> Iterator[docker.DockerClient]:
+    with contextlib.closing(engine.client()) as client:
+        yield client

@@ -1,0 +1,63 @@
+"""Sessions on an engine whose containers outlive its restarts (`live-restore`), as a site may have set it."""
+
+import asyncio
+from collections.abc import Iterator
+
+import docker
+import pytest
+
+from control.client import ControlClient
+from control.plan.session import Reason, SessionState
+from tests.host.lives import (
+    COUNT,
+    SETTINGS,
+    counted,
+    ended,
+    execute,
+    how,
+    launch,
+    log,
+    nothing_left,
+    ready,
+    running,
+    until,
+)
+from tests.support.engine import PrivateEngine
+from tests.support.host import Model, PrivateHost
+
+
+@pytest.fixture(scope="module")
+def engine() -> Iterator[PrivateEngine]:
+    with PrivateEngine.acquire(live_restore=True) as private:
+        yield private
+
+
+@pytest.fixture(scope="module")
+def host(engine: PrivateEngine, model: Model) -> Iterator[PrivateHost]:
+    with PrivateHost(engine, model, control=SETTINGS) as private:
+        yield private
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "crashed"])
+async def test_a_session_outlives_the_engine_with_all_its_output_and_its_true_exit_code(
+    host: PrivateHost,
+    control: ControlClient,
+    engine: PrivateEngine,
+    docker_client: docker.DockerClient,
+    kill: bool,
+) -> None:
+    session = await launch(control, COUNT)
+    await running(control, session)
+    await until(lambda: counted(log(host, session)) > 5, "output")
+    await asyncio.to_thread(engine.stop_daemon, kill=kill)
+    before = counted(log(host, session))
+    await asyncio.to_thread(engine.start_daemon)
+    await until(lambda: counted(log(host, session)) > before + 20, "output after the restart")
+    await ready(control)
+    assert (await control.get(session)).state is SessionState.RUNNING
+    assert (await execute(control, session, "touch", "/work/end"))[0] == 0
+    assert how(await ended(control, session)) == (SessionState.EXITED, Reason.EXIT_CODE, 6)
+    # After such a restart the engine counts a mount too many, and gives the volume up only at its next start.
+    await nothing_left(host, control, docker_client, session, volumes=False)
+    # The next launch finds an engine that works.
+    assert how(await ended(control, await launch(control, "exit 5")))[1:] == (Reason.EXIT_CODE, 5)
