@@ -1,24 +1,30 @@
 """A control daemon on real sockets, with an engine and a gateway of the test."""
 
 import asyncio
+import itertools
 import tempfile
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
 import msgspec
 import pytest
+from sqlalchemy.ext.asyncio import create_async_engine
 
 from control.app import Control
 from control.client import ControlClient
 from control.config import ControlConfig
-from control.db.store import StoredSession
+from control.db.store import Store, StoredSession
+from control.db.tables import metadata
 from control.plan.session import SessionState
 from control.sessions.manager import SessionManager
 from control.spec import SandboxSpec
 from gateway.runtime.settings import parse
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_gateway import FakeGateway
+from tests.support.postgres import Postgres
+
+_databases = itertools.count(1)
 
 
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
@@ -76,6 +82,14 @@ class Host:
             stack, self._stack = self._stack, None
             await stack.aclose()
 
+    async def forget(self) -> None:
+        """Set the database back to nothing, as one that is restored from before."""
+        engine = create_async_engine(Store(self.store_url)._engine.url)
+        async with engine.begin() as connection:
+            for table in reversed(metadata.sorted_tables):
+                await connection.execute(table.delete())
+        await engine.dispose()
+
     @property
     def api(self) -> Path:
         return self.root / "api.sock"
@@ -112,12 +126,32 @@ class Host:
         return (self.root / "sessions" / session / f"{stream}.log").read_bytes()
 
 
+@pytest.fixture(scope="package")
+def postgres() -> Iterator[Postgres]:
+    """A PostgreSQL server for the folder."""
+    with Postgres() as server:
+        yield server
+
+
 @pytest.fixture
-async def stopped_host() -> AsyncIterator[Host]:
+def store_url() -> str:
+    """The database of a host; empty: SQLite in its own folder. A module that runs on both has a fixture of its own."""
+    return ""
+
+
+@pytest.fixture
+def postgres_url(postgres: Postgres) -> str:
+    """An empty database of the server."""
+    return postgres.create(f"test{next(_databases)}")
+
+
+@pytest.fixture
+async def stopped_host(store_url: str) -> AsyncIterator[Host]:
     """A host whose control is not started yet."""
     # Not pytest's folder: a unix socket's path has at most 107 bytes.
     with tempfile.TemporaryDirectory(prefix="opificia-") as folder:
         host = Host(Path(folder))
+        host.store_url = store_url or host.store_url
         await host.gateway.start()
         host.engine.runner_url = host.gateway.runner_url
         try:

@@ -29,13 +29,22 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(manager, "USAGE_S", 0.05)
 
 
+@pytest.fixture(params=["sqlite", "postgresql"])
+def store_url(request: pytest.FixtureRequest) -> str:
+    """All of it on both databases."""
+    if request.param == "sqlite":
+        return ""
+    url: str = request.getfixturevalue("postgres_url")
+    return url
+
+
 async def nothing_left(host: Host, session: str) -> None:
     """Check that neither container nor volume, grant, address or place is left of a session."""
     await host.cleaned(session)
     assert not [each for each in host.engine.containers.values() if each.labels[LABEL_SESSION] == session]
     assert session not in host.engine.volumes
     assert session not in host.gateway.grants
-    assert host.manager.addresses_held == len(host.manager.records())
+    assert host.manager.addresses_held == sum(bool(each.life.address) for each in host.manager.records())
     stored = await host.manager.store.get(session)
     assert stored is not None
     assert (stored.cleaned, stored.life.state.final) == (True, True)
@@ -542,8 +551,7 @@ async def test_what_belongs_to_no_session_is_removed_with_its_logs_kept(
     await until(lambda: host.log(session) == b"here\n", "its output")
     # A database that was set back knows nothing of it.
     await host.stop()
-    for path in host.root.glob("control.db*"):
-        path.unlink()
+    await host.forget()
     (host.root / "sessions" / session / "stdout.log").unlink()
     await host.start()
     await until(lambda: not host.engine.containers and not host.engine.volumes, "the removal")

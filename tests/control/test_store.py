@@ -1,7 +1,6 @@
 """The store: the same tests on SQLite and on a real PostgreSQL."""
 
-import itertools
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -32,21 +31,13 @@ from control.spec import SandboxSpec
 from gateway.contract.policy import NetworkLevel, Usage
 from tests.support.postgres import Postgres
 
-_numbers = itertools.count(1)
-
-
-@pytest.fixture(scope="module")
-def postgres() -> Iterator[Postgres]:
-    with Postgres() as server:
-        yield server
-
 
 @pytest.fixture(params=["sqlite", "postgresql"])
 def url(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     if request.param == "sqlite":
         return f"sqlite:///{tmp_path}/control.db"
-    server: Postgres = request.getfixturevalue("postgres")
-    return server.create(f"test{next(_numbers)}")
+    url: str = request.getfixturevalue("postgres_url")
+    return url
 
 
 @pytest.fixture
@@ -170,8 +161,8 @@ async def test_migrations_make_what_the_code_expects(store: Store) -> None:
     await store.migrate()
 
 
-async def test_a_database_that_is_away_is_told_and_comes_back(postgres: Postgres) -> None:
-    store = Store(postgres.create(f"test{next(_numbers)}"), call_timeout_s=3)
+async def test_a_database_that_is_away_is_told_and_comes_back(postgres: Postgres, postgres_url: str) -> None:
+    store = Store(postgres_url, call_timeout_s=3)
     await store.migrate()
     await store.insert(session("s1"))
     postgres.stop()
