@@ -17,6 +17,7 @@ from control.plan.session import SessionState
 from control.sessions.manager import SessionManager
 from control.spec import SandboxSpec
 from gateway.contract.ids import is_session_id
+from gateway.contract.policy import Usage
 from gateway.runtime.settings import SettingsError, convert
 
 MAX_PAGE: Final = 500
@@ -84,14 +85,11 @@ class SessionHandlers:
             # Told to the caller, if there still is one.
             task.exception()
 
-    def view(self, stored: StoredSession) -> SessionView:
-        """Return a session as the API shows it."""
-        live = self._manager.record(stored.id) is not None
-        return session_view(
-            stored,
-            self._manager.admission.position(stored.id),
-            self._manager.used(stored.id) if live else None,
-        )
+    def view(self, stored: StoredSession, usage: Usage | None = None) -> SessionView:
+        """Return a session as the API shows it; where no usage is given, what is at hand of it."""
+        if usage is None and self._manager.record(stored.id) is not None:
+            usage = self._manager.used(stored.id)
+        return session_view(stored, self._manager.admission.position(stored.id), usage)
 
     async def create(self, request: web.Request) -> web.Response:
         """POST /v1/sessions"""
@@ -136,7 +134,9 @@ class SessionHandlers:
 
     async def get(self, request: web.Request) -> web.Response:
         """GET /v1/sessions/{session}"""
-        return json_response(self.view(await self._manager.get(session_id(request))))
+        session = session_id(request)
+        stored = await self._manager.get(session)
+        return json_response(self.view(stored, await self._manager.usage(session)))
 
     async def page(self, request: web.Request) -> web.Response:
         """GET /v1/sessions"""

@@ -4,7 +4,7 @@ from typing import Final
 
 from control.api.types import EgressChecked
 from control.cli.text import escape_line
-from gateway.contract.opinion import EgressOpinion, EgressStep
+from gateway.contract.opinion import EgressOpinion
 from gateway.contract.policy import NetworkLevel
 
 _HTTPS: Final = 443
@@ -54,7 +54,9 @@ def _remedy(opinion: EgressOpinion, checked: EgressChecked) -> str:
             return f"to allow it: --network registries --allow {_host(opinion)}"
         case "host_denied" | "address_denied":
             return "deny wins over allow: a rule of the session, or [egress] denied_networks in gateway.toml"
-        case "address_not_public" if opinion.step is EgressStep.ADDRESSES:
+        case "address_not_public" if opinion.addresses and all(
+            each.allowed or each.openable for each in opinion.addresses
+        ):
             return "an internal mirror is opened by [[egress.trusted]] in gateway.toml"
         case _:
             return ""

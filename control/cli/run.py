@@ -112,7 +112,19 @@ async def run_session(client: ControlClient, spec: SandboxSpec, options: RunOpti
     elif session.state is not SessionState.EXITED or session.reason is not Reason.EXIT_CODE:
         detail = f": {escape_line(session.message)}" if session.message else ""
         print(f"opificia: session {session.id} {session.state}, {session.reason}{detail}", file=sys.stderr)
+    if exit_code(session) and not (options.json or options.quiet):
+        await _hint(client, session.id)
     return exit_code(session)
+
+
+async def _hint(client: ControlClient, session: str) -> None:
+    """Say that requests were refused: what a client shows of it is often only a number."""
+    # The session is over and its exit code known; that this cannot be read changes neither.
+    with contextlib.suppress(ControlError, ControlUnavailableError):
+        refused = [entry async for entry in client.egress(session) if entry.get("event") == "refuse"]
+        if refused:
+            what = "1 request was" if len(refused) == 1 else f"{len(refused)} requests were"
+            print(f"opificia: {what} refused by the gateway; see `opificia egress {session}`", file=sys.stderr)
 
 
 async def _upload(client: ControlClient, session: str, folder: Path) -> None:

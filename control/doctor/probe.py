@@ -440,7 +440,7 @@ def registry(config: dict[str, Any]) -> Outcome:
         return False, f"{config['registry']}: {status} {reason}"
     context = ssl.create_default_context()
     with context.wrap_socket(sock, server_hostname=config["registry"]) as secure:
-        return True, f"{config['registry']}, {secure.version()}"
+        return True, f"by {secure.version()}"
 
 
 def model(_config: dict[str, Any]) -> Outcome:

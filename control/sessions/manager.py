@@ -12,7 +12,7 @@ import msgspec
 from control.db.store import Store, StoredSession, StoreUnavailableError
 from control.docker.types import EngineError, NotFoundError
 from control.plan.admission import Admission, Demand
-from control.plan.grants import grant_for
+from control.plan.grants import grant_for, total
 from control.plan.reconcile import Adopt, CleanUp, Fail, RemoveStray, Requeue, reconcile
 from control.plan.session import (
     ContainerCreated,
@@ -214,6 +214,12 @@ class SessionManager:
     def used(self, session: str) -> Usage:
         """Return what a live session has used."""
         return self._services.link.usage.total(session)
+
+    async def usage(self, session: str) -> Usage:
+        """Return what a session has used, live or not. Raises StoreUnavailableError."""
+        if session in self._records:
+            return self.used(session)
+        return total((await self.store.usage_of([session])).get(session, {}))
 
     # Start and stop of the daemon.
 

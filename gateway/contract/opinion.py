@@ -17,13 +17,15 @@ class EgressStep(enum.StrEnum):
 class JudgedAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """One address of a host. `why` is the rule that lets it pass or the reason that it is refused for.
 
-    `kind` is its class and the document that defines it, empty when it is globally reachable.
+    `kind` is its class and the document that defines it, empty when it is globally reachable; `openable` whether an operator may
+    open a network of this class for named hosts.
     """
 
     address: str
     allowed: bool
     why: str
     kind: str = ""
+    openable: bool = False
 
 
 class EgressOpinion(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -59,6 +59,7 @@ def explain_addresses(policy: Policy, named: Named, addresses: Sequence[IPAddres
                 isinstance(alone, Allow),
                 alone.rule if isinstance(alone, Allow) else alone.reason,
                 "" if found is None else f"{found.name} ({found.source})",
+                found is not None and found.openable,
             )
         )
     return _opinion(named, EgressStep.ADDRESSES, verdict, tuple(judged))

@@ -20,6 +20,7 @@ from control.db.store import StoreUnavailableError
 from control.plan.session import Reason, SessionState
 from control.runner.messages import Stream
 from control.spec import SandboxSpec
+from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
 
 S = SessionState
@@ -67,6 +68,16 @@ async def test_a_session_from_creation_to_its_end(client: ControlClient, host: H
     assert await taken(client.log(session.id, "stdout")) == b"out\n"
     events = [event async for event in client.events(session.id, follow=False)]
     assert [event.number for event in events] == list(range(1, len(events) + 1))
+
+
+async def test_what_a_session_used_is_known_after_its_end(client: ControlClient, host: Host) -> None:
+    session = await launched(client, "sleep", "1000")
+    await host.state(session, S.RUNNING)
+    await host.gateway.report(session, Usage(egress_bytes_up=7, egress_refused=2))
+    await until(lambda: host.manager.used(session).egress_bytes_up == 7, "the report")
+    await client.stop(session, 0)
+    await host.cleaned(session)
+    assert (await client.get(session)).usage == Usage(egress_bytes_up=7, egress_refused=2)
 
 
 async def test_the_same_key_makes_one_session(client: ControlClient) -> None:

@@ -134,6 +134,16 @@ async def test_run_says_why_the_host_could_not(host: Host) -> None:
     ]
 
 
+async def test_run_that_fails_says_that_requests_were_refused(host: Host) -> None:
+    log = host.root / "egress" / "mine.log"
+    refusal = '{"event":"refuse","host":"a","reason":"host_not_listed"}'
+    script = ("sh", "-c", f"echo '{refusal}' > {log}; echo '{{}}' >> {log}; exit $0")
+    code, _, err = await opificia(host, "run", "sandbox", "--cwd", "/tmp", "--name", "mine", "--", *script, "3")
+    assert (code, err) == (3, "opificia: 1 request was refused by the gateway; see `opificia egress mine`\n")
+    code, _, err = await opificia(host, "run", "sandbox", "--cwd", "/tmp", "--", *script, "0")
+    assert (code, err) == (0, "")
+
+
 async def test_the_time_limit_is_exit_code_124(host: Host) -> None:
     code, _, err = await opificia(
         host, "run", "sandbox", "--cwd", "/tmp", "--time-limit", "1500ms", "--", "sleep", "99"

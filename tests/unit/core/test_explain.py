@@ -51,6 +51,9 @@ def test_says_which_rule_allows_a_host_and_what_each_address_is() -> None:
     ]
     assert found.addresses[0].kind == ""
     assert found.addresses[1].kind.startswith("cloud_metadata (")
+    assert not found.addresses[1].openable
+    private = explain_addresses(POLICY, named, (ip_address("192.168.1.1"),), HostFacts())
+    assert private.addresses[0].openable
     assert explain_addresses(POLICY, named, addresses[:1], HostFacts()).allowed
 
 
