@@ -101,23 +101,26 @@ class Recorder:
         unless `patient`, raises OSError: the event then has not happened.
         """
         async with record.lock:
-            life = advance(record.life, event, self._clock())
+            # Read once: the journal must say what the session came to, to the millisecond.
+            at = self._clock()
+            life = advance(record.life, event, at)
             if isinstance(life, NotAllowed):
                 return life
-            await self._write(record, [(event, life)], patient)
+            await self._write(record, [(event, life)], at, patient)
         return life
 
     async def record_all(self, record: Record, events: Sequence[Event]) -> None:
         """Store several events with one sync; those that cannot happen now are left out."""
         async with record.lock:
+            at = self._clock()
             life, allowed = record.life, []
             for event in events:
-                following = advance(life, event, self._clock())
+                following = advance(life, event, at)
                 if not isinstance(following, NotAllowed):
                     life = following
                     allowed.append((event, life))
             if allowed:
-                await self._write(record, allowed, patient=True)
+                await self._write(record, allowed, at, patient=True)
 
     async def restore(self, record: Record) -> None:
         """Bring a record found in the database up to its journal."""
@@ -161,8 +164,7 @@ class Recorder:
                     break
         self._threads.shutdown()
 
-    async def _write(self, record: Record, events: Sequence[tuple[Event, Session]], patient: bool) -> None:
-        at = self._clock()
+    async def _write(self, record: Record, events: Sequence[tuple[Event, Session]], at: int, patient: bool) -> None:
         lines = [StoredEvent(record.number + n, at, event) for n, (event, _life) in enumerate(events, 1)]
         loop = asyncio.get_running_loop()
         while True:

@@ -1,6 +1,7 @@
 """Journal first, then the database: what is on disk survives whatever is away."""
 
 import asyncio
+import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
@@ -122,6 +123,17 @@ async def test_a_new_process_brings_the_database_up_to_the_journal(
     assert again.life == record.life
     assert await numbers(store) == [1, 2, 3]
     assert await store.held_addresses() == {"s1": "10.0.0.16"}
+
+
+async def test_the_journal_tells_the_very_time_that_the_session_took(
+    tmp_path: Path, record: Record, store: Flaky
+) -> None:
+    ticking = itertools.count(1_000)
+    recorder = Recorder(store, lambda: next(ticking))
+    await recorder.record(record, LaunchRequested())
+    await recorder.record(record, LaunchStarted("10.0.0.16", "hash"))
+    assert journal.read(record.journal)[-1].at == record.life.launched_at
+    await recorder.close()
 
 
 async def test_a_cancelled_caller_leaves_no_gap(recorder: Recorder, record: Record, store: Flaky) -> None:

@@ -3,7 +3,6 @@
 import re
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -25,7 +24,7 @@ def _analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.fixture
-def installed(tmp_path: Path) -> Iterator[Path]:
+def installed(tmp_path: Path) -> Path:
     """The units with programs that exist: that no release is installed here is not their fault."""
     for unit in UNITS.glob("opificia*"):
         text = re.sub(r"/opt/opificia/current/bin/[a-z-]+", "/bin/true", unit.read_text())
