@@ -137,7 +137,11 @@ class _Docker(DockerSettings, frozen=True, forbid_unknown_fields=True, kw_only=T
 class _Limits(ControlLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         negative = [name for name in self.__struct_fields__ if getattr(self, name) < 0]
-        zero = [name for name in self.__struct_fields__ if getattr(self, name) == 0 and name != "max_running"]
+        zero = [
+            name
+            for name in self.__struct_fields__
+            if getattr(self, name) == 0 and name not in ("max_running", "keep_ended_ms")
+        ]
         problems = [f"{name}: must not be negative" for name in negative]
         problems += [f"{name}: must be above 0" for name in zero]
         if problems:

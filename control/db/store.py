@@ -249,6 +249,33 @@ class Store:
         rows = await self._read(sa.select(events).where(mine).order_by(events.c.number).limit(limit))
         return [StoredEvent(row.number, row.at, _event_decoder.decode(row.data)) for row in rows]
 
+    async def ended_before(self, at_ms: int, limit: int) -> list[str]:
+        """Return up to `limit` sessions that ended before a time and are cleaned up, the oldest first."""
+        # Whoever ended before it was created before it; the time of the end lies in the document.
+        query = (
+            sa.select(sessions)
+            .where(sessions.c.cleaned.is_(True), sessions.c.created_at < at_ms)
+            .order_by(sessions.c.position)
+        )
+        found: list[str] = []
+        after = 0
+        while len(found) < limit:
+            rows = await self._read(query.where(sessions.c.position > after).limit(limit))
+            if not rows:
+                break
+            after = rows[-1].position
+            ends = ((row.id, _life_decoder.decode(row.life).ended_at) for row in rows)
+            found += [name for name, ended_at in ends if ended_at is not None and ended_at < at_ms]
+        return found[:limit]
+
+    async def forget(self, ids: Sequence[str]) -> None:
+        """Delete sessions with their events, usage and idempotency keys."""
+
+        async def work(connection: AsyncConnection) -> None:
+            await connection.execute(sa.delete(sessions).where(sessions.c.id.in_(ids)))
+
+        await self._write(work)
+
     async def put_usage(self, session: str, epoch: str, used: Usage) -> None:
         """Store what a session has used in one epoch of the gateway, in place of what was known."""
         text = _encode(used).decode()

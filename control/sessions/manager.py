@@ -31,6 +31,7 @@ from control.sessions import folders
 from control.sessions.launch import Services
 from control.sessions.life import Life
 from control.sessions.record import Record, now_ms
+from control.sessions.retention import Retention
 from control.sessions.strays import Strays
 from control.spec import Bounds, SandboxSpec, spec_problems
 from gateway.contract.ids import new_session_id, new_token, token_sha256
@@ -70,6 +71,7 @@ class SessionManager:
         self._bounds = bounds
         self._folder = sessions_folder
         self._strays = Strays(services.engine, services.limits, sessions_folder)
+        self._retention = Retention(store, sessions_folder, services.limits.keep_ended_ms)
         self._records: dict[str, Record] = {}
         self._lives: dict[str, Life] = {}
         self._addresses: dict[str, IPv4Address] = {}
@@ -251,6 +253,7 @@ class SessionManager:
             await self._reconcile()
             self._ready.set()
             group.create_task(self._strays.sweep(self._records.__contains__), name="strays")
+            group.create_task(self._retention.sweep(), name="retention")
 
     async def ready(self) -> None:
         """Return when what an earlier process left is taken up."""

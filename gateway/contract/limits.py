@@ -53,6 +53,8 @@ class ControlLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # A runner that lost its connection has this long to come back before its session ends.
     runner_reconnect_ms: int = 300_000
     session_time_ms: int = 24 * 3_600_000
+    # Records, logs and results of a session after its end; 0: for ever.
+    keep_ended_ms: int = 30 * 24 * 3_600_000
     out_bytes: int = 2 * GIB
     out_files: int = 100_000
     in_bytes: int = 2 * GIB

@@ -50,17 +50,17 @@ async def store(url: str) -> AsyncIterator[Store]:
 
 def session(name: str, position: int = 1, **fields: Any) -> StoredSession:
     spec = SandboxSpec(image="sandbox", env={"A": "ü\n"}, network=NetworkLevel.OPEN, command=("a", "b"))
-    return StoredSession(
-        id=name,
-        run_id="run",
-        position=position,
-        created_at=1_700_000_000_000,
-        memory_bytes=4 << 30,
-        cpus=0.5,
-        spec=spec,
-        life=Session(),
-        **fields,
-    )
+    values: dict[str, Any] = {
+        "id": name,
+        "run_id": "run",
+        "position": position,
+        "created_at": 1_700_000_000_000,
+        "memory_bytes": 4 << 30,
+        "cpus": 0.5,
+        "spec": spec,
+        "life": Session(),
+    }
+    return StoredSession(**{**values, **fields})
 
 
 async def test_what_is_stored_is_what_comes_back(store: Store) -> None:
@@ -140,6 +140,32 @@ async def test_unfinished_sessions_are_those_not_cleaned_up(store: Store) -> Non
     assert [each.id for each in await store.unfinished()] == ["s1", "s2"]
     await store.mark_cleaned("s1")
     assert [each.id for each in await store.unfinished()] == ["s2"]
+
+
+async def test_what_ended_long_ago_is_found_and_forgotten_whole(store: Store) -> None:
+    def ended(at: int) -> Session:
+        return Session(state=SessionState.EXITED, ended_at=at)
+
+    await store.insert(session("running", 1, created_at=10))
+    await store.insert(session("not-cleaned", 2, created_at=10, life=ended(20)))
+    await store.insert(session("late", 3, created_at=10, life=ended(200), cleaned=True))
+    for number in range(5):
+        name = f"old-{number}"
+        await store.insert(session(name, 4 + number, created_at=10, life=ended(20), cleaned=True), name, "digest")
+        await store.append(name, [StoredEvent(1, 5, LaunchRequested())], ended(20))
+        await store.put_usage(name, "e", Usage(egress_bytes_up=1))
+    assert await store.ended_before(100, 2) == ["old-0", "old-1"]
+    assert await store.ended_before(15, 10) == []
+    old = await store.ended_before(100, 10)
+    assert old == [f"old-{number}" for number in range(5)]
+    await store.forget(old)
+    assert await store.ended_before(100, 10) == []
+    assert await store.get("old-0") is None
+    assert await store.events("old-0") == []
+    assert await store.usage_of(["old-0"]) == {}
+    # The key is free again.
+    assert (await store.insert(session("new", 20), "old-0", "other")).id == "new"
+    assert [each.id for each in await store.page()] == ["new", "late", "not-cleaned", "running"]
 
 
 async def test_usage_is_kept_by_epoch(store: Store) -> None:
