@@ -39,7 +39,8 @@ OUT_PATH: Final = "/out"
 # resolver, from the host's side, past every rule on the bridge (CVE-2024-29018).
 NO_RESOLVER: Final = "127.0.0.1"
 
-# What runc masks by default differs between engines; this is the union up to Docker 28. Missing paths are skipped.
+# What runc masks by default differs between engines; this is the union up to Docker 28, and /proc/pressure, which any user may
+# open for writing and make the kernel watch (Documentation/accounting/psi.rst). Missing paths are skipped.
 MASKED_PATHS: Final = (
     "/proc/acpi",
     "/proc/asound",
@@ -47,6 +48,7 @@ MASKED_PATHS: Final = (
     "/proc/kcore",
     "/proc/keys",
     "/proc/latency_stats",
+    "/proc/pressure",
     "/proc/sched_debug",
     "/proc/scsi",
     "/proc/timer_list",

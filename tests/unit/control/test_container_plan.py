@@ -129,7 +129,9 @@ def test_has_an_init_that_reaps() -> None:
 
 
 def test_kernel_files_are_masked_whatever_the_engines_defaults() -> None:
-    assert {"/proc/kcore", "/proc/keys", "/proc/interrupts", "/sys/firmware"} <= set(host_config()["MaskedPaths"])
+    assert {"/proc/kcore", "/proc/keys", "/proc/interrupts", "/proc/pressure", "/sys/firmware"} <= set(
+        host_config()["MaskedPaths"]
+    )
     assert {"/proc/sys", "/proc/sysrq-trigger"} <= set(host_config()["ReadonlyPaths"])
 
 
