@@ -11,6 +11,9 @@ from control.app import Control, StartError, host_id, serve
 from control.config import DEFAULT_PATH, ControlConfig, load_config
 from control.db.store import Store, StoreUnavailableError
 from control.docker.service import DockerService
+from control.docker.types import EngineError
+from control.plan.reconcile import Action
+from control.sessions.preview import describe, preview
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
 
 
@@ -22,6 +25,9 @@ def main() -> None:
         "--check-config", action="store_true", help="say what is wrong with the configuration, and exit"
     )
     parser.add_argument("--migrate", action="store_true", help="bring the database to this version's form, and exit")
+    parser.add_argument(
+        "--preview", action="store_true", help="say what a start would do about sessions and containers, and exit"
+    )
     parser.add_argument("--verbose", action="store_true", help="log every step")
     arguments = parser.parse_args()
     try:
@@ -42,7 +48,11 @@ def main() -> None:
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("aiosqlite").setLevel(logging.WARNING)
     try:
-        asyncio.run(_migrate(config) if arguments.migrate else _run(config))
+        if arguments.preview:
+            for action in asyncio.run(_preview(config)):
+                print(describe(action))  # noqa: T201 - what was asked for
+        else:
+            asyncio.run(_migrate(config) if arguments.migrate else _run(config))
     except StartError as error:
         sys.exit(f"opificia-control: {error}")
 
@@ -54,6 +64,18 @@ async def _migrate(config: ControlConfig) -> None:
     except StoreUnavailableError as error:
         raise StartError(f"{error}; check [store] url and that the database runs") from error
     finally:
+        await store.close()
+
+
+async def _preview(config: ControlConfig) -> list[Action]:
+    store = Store(config.store.url)
+    engine = DockerService(config.docker, host_id(config.data), limits=config.limits, sandbox=config.sandbox)
+    try:
+        return await preview(store, engine, config.data / "sessions")
+    except (StoreUnavailableError, EngineError) as error:
+        raise StartError(str(error)) from error
+    finally:
+        await engine.close()
         await store.close()
 
 

@@ -44,17 +44,17 @@ def _sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
-def read(path: Path, after: int = 0) -> list[StoredEvent]:
+def read(path: Path, after: int = 0, *, repair: bool = True) -> list[StoredEvent]:
     """Return the events with numbers above `after`; none if there is no journal.
 
-    A last line that a power cut tore is left out, and cut off so that the next event starts a line of its own.
+    A last line that a power cut tore is left out and, with `repair`, cut off so that the next event starts a line of its own.
     """
     try:
         data = path.read_bytes()
     except FileNotFoundError:
         return []
     whole = data.rfind(b"\n") + 1
-    if whole < len(data):
+    if repair and whole < len(data):
         os.truncate(path, whole)
     found = []
     for line in data[:whole].splitlines():

@@ -84,6 +84,18 @@ class Record:
         return msgspec.structs.replace(self.stored, life=self.life, last_event=self.number)
 
 
+def replay(life: Session, number: int, journaled: Sequence[StoredEvent]) -> tuple[Session, list[StoredEvent]]:
+    """Return what a session has come to by the events of its journal after `number`, and those that can have happened."""
+    known: list[StoredEvent] = []
+    for stored in journaled:
+        following = advance(life, stored.event, stored.at)
+        if stored.number != number + 1 or isinstance(following, NotAllowed):
+            break
+        life, number = following, stored.number
+        known.append(stored)
+    return life, known
+
+
 class Recorder:
     """Writes events. `run` must be running for the database to catch up after it was away."""
 
@@ -126,14 +138,9 @@ class Recorder:
         """Bring a record found in the database up to its journal."""
         missing = await asyncio.to_thread(journal.read, record.journal, record.number)
         async with record.lock:
-            for stored in missing:
-                if stored.number != record.number + 1:
-                    break
-                life = advance(record.life, stored.event, stored.at)
-                if isinstance(life, NotAllowed):
-                    break
-                record.life, record.number = life, stored.number
-                record.unstored.append(stored)
+            record.life, known = replay(record.life, record.number, missing)
+            record.number += len(known)
+            record.unstored += known
             await self._flush(record)
 
     def is_stored(self, record: Record) -> bool:

@@ -35,7 +35,7 @@ class Strays:
 
     async def containers(self) -> list[Found]:
         """Return all sandboxes of this installation. Raises EngineError."""
-        return [_found(each) for each in await self._engine.owned() if each.role == ROLE_SANDBOX]
+        return await sandboxes(self._engine)
 
     async def sweep(self, known: Callable[[str], bool]) -> None:
         """Remove, every so often, what belongs to a session that is not `known` any more; until cancelled."""
@@ -80,6 +80,11 @@ class Strays:
             log.warning("the logs of container %s cannot be read to their end", container[:12])
         finally:
             logs.close()
+
+
+async def sandboxes(engine: Engine) -> list[Found]:
+    """Return all sandboxes of this installation, whatever their state. Raises EngineError."""
+    return [_found(each) for each in await engine.owned() if each.role == ROLE_SANDBOX]
 
 
 def _found(container: ObservedContainer) -> Found:
