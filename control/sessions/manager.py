@@ -333,6 +333,9 @@ class SessionManager:
             try:
                 if record.life.container:
                     await engine.remove(record.life.container)
+                # Its memory and CPUs are free; a volume that will not go must not keep others waiting.
+                self.admission.leave(session)
+                self._admit()
                 if record.life.address:
                     await engine.remove_out_volume(session)
             except NotFoundError:
@@ -342,8 +345,6 @@ class SessionManager:
                 await asyncio.sleep(USAGE_S)
                 continue
             break
-        self.admission.leave(session)
-        self._admit()
         if record.life.address:
             await self._services.link.revoke(session)
         # Given back only now: nobody is granted it any more.

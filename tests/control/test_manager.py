@@ -279,6 +279,21 @@ async def test_what_cannot_be_removed_is_tried_again(host: Host, call: str) -> N
     await nothing_left(host, session)
 
 
+async def test_a_volume_that_will_not_go_keeps_nobody_waiting(stopped_host: Host) -> None:
+    host = stopped_host
+    host.settings["limits"]["max_running"] = 1
+    await host.start()
+    held = host.engine.hold["remove_out_volume"] = asyncio.Event()
+    first = await host.launch("true")
+    second = await host.launch("true")
+    await host.ended(first)
+    assert (await host.ended(second)).life.state is S.EXITED
+    assert {first, second} <= set(host.engine.volumes)
+    held.set()
+    await nothing_left(host, first)
+    await nothing_left(host, second)
+
+
 async def test_a_stop_that_fails_is_tried_again(host: Host) -> None:
     session = await host.launch("sleep", "1000")
     await host.state(session, S.RUNNING)

@@ -46,7 +46,7 @@ CONTROLS: Final[dict[str, Callable[[Snapshot], bool]]] = {
     "5.4 capabilities are dropped": lambda live: _config(live, "CapDrop") == ["ALL"] and not _config(live, "CapAdd"),
     "5.5 it is not privileged": lambda live: _config(live, "Privileged") is False,
     "5.6 no system folder of the host is mounted": lambda live: not _sources(live) & _SYSTEM_FOLDERS,
-    "5.7 no sshd runs inside": lambda live: live.processes and not any("sshd" in each for each in live.processes),
+    "5.7 no sshd runs inside": lambda live: bool(live.processes) and not any("sshd" in each for each in live.processes),
     "5.8 no privileged port is mapped": lambda live: not _config(live, "PortBindings"),
     "5.9 no port is open": lambda live: (
         not live.container["NetworkSettings"]["Ports"] and not _config(live, "PublishAllPorts")
