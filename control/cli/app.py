@@ -119,7 +119,10 @@ def sessions(
 
 @app.command("show")
 def show_session(session: SessionArg) -> None:
-    """Show one session as JSON, with its usage."""
+    """Show one session as JSON, with its usage.
+
+    Example: opificia show my-session
+    """
     as_json(with_client(lambda client: client.get(session)))
 
 
@@ -132,7 +135,10 @@ def logs(
     raw: Raw = False,
     json: Json = False,
 ) -> None:
-    """Show a session's output: stdout on stdout, stderr on stderr."""
+    """Show a session's output: stdout on stdout, stderr on stderr.
+
+    Example: opificia logs my-session -f --timestamps
+    """
     from control.cli.streams import show_logs
 
     if stream not in ("stdout", "stderr", "both"):
@@ -143,7 +149,10 @@ def logs(
 
 @app.command("events")
 def events(session: SessionArg, follow: Follow = False, json: Json = False) -> None:
-    """Show what happened to a session."""
+    """Show what happened to a session.
+
+    Example: opificia events my-session -f
+    """
     from control.cli.streams import show_events
 
     with_client(lambda client: show_events(client, session, follow, json))
@@ -158,8 +167,12 @@ def exec_(
     stdin: Annotated[bool, typer.Option("--stdin", "-i", help="Give it this program's stdin.")] = False,
     timeout: Annotated[str, typer.Option(help="End the command after this: 90s, 20m.")] = "",
     raw: Raw = False,
+    json: Json = False,
 ) -> None:
-    """Run a command in a session that runs; exit with its exit code. Ctrl-C ends the command."""
+    """Run a command in a session that runs; exit with its exit code. Ctrl-C ends the command.
+
+    Example: opificia exec my-session -- tail -n 20 /work/build.log
+    """
     from control.api.types import RunRequest
     from control.cli.parse import ParseError, duration_ms, environment
     from control.cli.streams import run_command
@@ -177,7 +190,7 @@ def exec_(
         )
     except ParseError as error:
         fail(str(error), 2)
-    raise SystemExit(with_client(lambda client: run_command(client, session, wanted, raw), EXIT_HOST))
+    raise SystemExit(with_client(lambda client: run_command(client, session, wanted, raw, json), EXIT_HOST))
 
 
 @app.command("stop")
@@ -187,7 +200,10 @@ def stop(
     wait: Annotated[bool, typer.Option("--wait", help="Return when it has ended.")] = False,
     json: Json = False,
 ) -> None:
-    """Stop a session."""
+    """Stop a session.
+
+    Example: opificia stop my-session --grace 5s --wait
+    """
     from control.api.types import SessionView
     from control.cli.parse import ParseError, duration_ms
     from control.client import ControlClient
@@ -218,9 +234,12 @@ def doctor(
     ] = Path("/etc/opificia/gateway.toml"),
     json: Json = False,
 ) -> None:
-    """Prove that the isolation holds, from inside a probe sandbox, and look at the host; a remedy for each thing that is not well.
+    """Prove that the isolation holds; check the host.
 
-    Exit code: 0 all is well, 1 something is not. It takes up to half a minute; --no-sandbox looks at the host only.
+    A probe sandbox tries from inside what an attacker would; each thing that is not well has a remedy. It takes up to half a minute;
+    --no-sandbox looks at the host only. Exit code: 0 all is well, 1 something is not.
+
+    Example: opificia doctor --json
     """
     from control.cli.doctor import examine
 
@@ -229,7 +248,10 @@ def doctor(
 
 @app.command("control", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def control(context: typer.Context) -> None:
-    """Run the control daemon, or `control status`."""
+    """Run the control daemon, or `control status`.
+
+    Example: opificia control --config /etc/opificia/control.toml --check-config
+    """
     if context.args == ["status"]:
         as_json(with_client(lambda client: client.health()))
         return
@@ -238,7 +260,12 @@ def control(context: typer.Context) -> None:
 
 @app.command("gateway", context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
 def gateway(context: typer.Context) -> None:
-    """Run the gateway daemon; or `gateway status`, `gateway sessions` (what it serves), both with --json."""
+    """Run the gateway daemon, or `gateway status|sessions`.
+
+    `status` says whether control is connected to it, `sessions` what it serves and what each has used; both take --json.
+
+    Example: opificia gateway sessions
+    """
     from control.cli.gateway import show_served, show_status
 
     match context.args:

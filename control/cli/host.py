@@ -1,7 +1,7 @@
 """`opificia host` and `opificia images`: what works on the engine itself, with control.toml and without the daemon."""
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -50,10 +50,7 @@ def _with_engine(path: Path, work: "Callable[[DockerService, ControlConfig], Cor
         fail(str(error))
 
 
-@host.command("prepare")
-def prepare(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
-    """Make network, firewall rules, forwarder and helpers where they are missing or differ; say what changed."""
-    changes = _with_engine(config, lambda engine, settings: engine.prepare_host(settings.host_plan))
+def _say(changes: Sequence[str], json: bool) -> None:
     if json:
         as_json({"changed": bool(changes), "changes": changes})
         return
@@ -63,9 +60,21 @@ def prepare(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
         print("nothing to change")
 
 
+@host.command("prepare")
+def prepare(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
+    """Make network, firewall rules, forwarder and helpers where they are missing or differ; say what changed.
+
+    Example: opificia host prepare --json
+    """
+    _say(_with_engine(config, lambda engine, settings: engine.prepare_host(settings.host_plan)), json)
+
+
 @host.command("verify")
 def verify(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
-    """Say what of the host is not as control.toml has it; exit with 1 if anything is not."""
+    """Say what of the host is not as control.toml has it; exit with 1 if anything is not.
+
+    Example: opificia host verify
+    """
     problems = _with_engine(config, lambda engine, settings: engine.verify_host(settings.host_plan))
     if json:
         as_json({"ready": not problems, "problems": problems})
@@ -79,13 +88,11 @@ def verify(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
 
 @host.command("remove")
 def remove(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
-    """Take down what `prepare` made. Sandboxes must have ended."""
-    changes = _with_engine(config, lambda engine, settings: engine.remove_host(settings.host_plan))
-    if json:
-        as_json({"changed": bool(changes), "changes": changes})
-        return
-    for change in changes:
-        print(change)
+    """Take down what `prepare` made. Sandboxes must have ended.
+
+    Example: opificia host remove
+    """
+    _say(_with_engine(config, lambda engine, settings: engine.remove_host(settings.host_plan)), json)
 
 
 @images.command("build")
@@ -97,8 +104,12 @@ def build(
     cache: Annotated[Path, typer.Option(help="Where built images are kept as tarballs.")] = CACHE,
     mirror: Annotated[list[str] | None, typer.Option(help="Debian mirror; repeatable.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Build anew what is there.")] = False,
+    json: Json = False,
 ) -> None:
-    """Build the images from Debian packages, without an image registry, and bring them into the engine. Needs root."""
+    """Build the images from Debian packages, without an image registry, and bring them into the engine. Needs root.
+
+    Example: opificia images build sandbox --force
+    """
     from control.images.store import install
 
     unknown = sorted(set(names or ()) - set(IMAGE_NAMES))
@@ -110,15 +121,15 @@ def build(
             engine.images, settings.images, cache, mirror or (), names=names or IMAGE_NAMES, force=force
         ),
     )
-    for change in changes:
-        print(change)
-    if not changes:
-        print("nothing to change")
+    _say(changes, json)
 
 
 @images.command("ls")
 def listing(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
-    """List the engine's images."""
+    """List the engine's images.
+
+    Example: opificia images ls
+    """
     from datetime import UTC, datetime
 
     found = _with_engine(config, lambda engine, _settings: engine.images.listing())
@@ -139,12 +150,17 @@ def load_tarball(
         str | None, typer.Option("--as", help=f"Which image a root file system is: {', '.join(IMAGE_NAMES)}.")
     ] = None,
     config: Config = DEFAULT_CONFIG,
+    json: Json = False,
 ) -> None:
-    """Bring an image from a file into the engine, for hosts without a network."""
+    """Bring an image from a file into the engine, for hosts without a network.
+
+    Example: opificia images load sandbox.tar --as sandbox
+    """
     from control.images.store import load
 
     if name is not None and name not in IMAGE_NAMES:
         fail(f"there is no image {name!r}; known: {', '.join(IMAGE_NAMES)}", 2)
     if not tarball.is_file():
         fail(f"there is no file {tarball}", 2)
-    print(_with_engine(config, lambda engine, settings: load(engine.images, settings.images, tarball, name)))
+    done = _with_engine(config, lambda engine, settings: load(engine.images, settings.images, tarball, name))
+    _say([done], json)

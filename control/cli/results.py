@@ -61,7 +61,7 @@ def _kind(member: tarfile.TarInfo) -> str:
     return "link" if member.issym() or member.islnk() else "other"
 
 
-async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet: bool) -> None:
+async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet: bool, json: bool = False) -> None:
     """Unpack a session's results into `folder`."""
     with tempfile.TemporaryDirectory(prefix="opificia-out-") as temporary:
         archive = Path(temporary) / "out.tar"
@@ -70,6 +70,9 @@ async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet:
             done = await asyncio.to_thread(_unpack_out, archive, folder)
         except (ArchiveError, OSError) as error:
             fail(f"the results cannot be unpacked into {folder}: {error}")
+    if json:
+        as_json({"entries": done.entries, "bytes": done.bytes, "left_out": done.refused})
+        return
     for line in done.refused:
         print(f"opificia: left out {escape_line(line)}", file=sys.stderr)
     if not quiet and sys.stderr.isatty():

@@ -131,7 +131,7 @@ async def show_events(client: ControlClient, session: str, follow: bool, json: b
         print(f"{event.at} {kind} {escape_line(detail)}")
 
 
-async def run_command(client: ControlClient, session: str, command: RunRequest, raw: bool) -> int:
+async def run_command(client: ControlClient, session: str, command: RunRequest, raw: bool, json: bool) -> int:
     """Run a command in a session, its outputs apart; return its exit code."""
     writers = {
         Stream.STDOUT: StreamWriter(sys.stdout, raw=raw),
@@ -140,10 +140,14 @@ async def run_command(client: ControlClient, session: str, command: RunRequest, 
     code = EXIT_HOST
     async for line in client.run(session, command):
         match line:
+            case RunOutput() if json:
+                as_json(line)
             case RunOutput(stream, data, encoding):
                 writers[stream].write(_content(stream, data, encoding))
             case RunCompleted():
                 code = 124 if line.timed_out else line.exit_code
+                if json:
+                    as_json(line)
             case _:
                 fail(f"the command's end is not known: {line.message}", EXIT_HOST)
     for writer in writers.values():

@@ -8,10 +8,14 @@ import resource
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+import typer.main
 
+from control.cli.app import app
 from control.plan.session import SessionState
 from tests.control.conftest import Host, until
 
@@ -208,6 +212,19 @@ async def test_results_of_an_ended_session_are_fetched(host: Host, tmp_path: Pat
     assert (tmp_path / "results/r").read_bytes() == b"1"
 
 
+async def test_programs_get_json_of_exec_and_out(host: Host, tmp_path: Path) -> None:
+    host.engine.out = {"r": b"123"}
+    session = await host.launch()
+    await host.state(session, SessionState.CONNECTED)
+    code, out, _ = await opificia(host, "exec", session, "--cwd", "/tmp", "--json", "--", "sh", "-c", "echo a; exit 3")
+    lines = [json.loads(line) for line in out.splitlines()]
+    assert (code, lines[0]["type"], lines[0]["data"], lines[-1]["exit_code"]) == (3, "output", "a\n", 3)
+    await opificia(host, "stop", session, "--wait")
+    code, out, _ = await opificia(host, "out", "get", session, str(tmp_path / "r"), "--json")
+    found = json.loads(out)
+    assert (code, found["bytes"], found["left_out"]) == (0, 3, [])
+
+
 async def test_results_are_listed_without_steering_the_terminal(host: Host) -> None:
     host.engine.out = {"deep/result.txt": b"12345", "x\x1b[2J": b""}
     session = await host.launch("true")
@@ -348,6 +365,25 @@ def test_help_starts_fast() -> None:
         after = resource.getrusage(resource.RUSAGE_CHILDREN)
         times.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
     assert min(times) < 0.3
+
+
+def _commands(group: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    for name, command in group.commands.items():
+        if hasattr(command, "commands"):
+            yield from _commands(command, (*path, name))
+        else:
+            yield (*path, name), command
+
+
+def test_every_command_has_an_example_that_names_it_and_speaks_to_programs() -> None:
+    found = dict(_commands(typer.main.get_command(app)))
+    assert len(found) > 15
+    for path, command in found.items():
+        # `egress SESSION` is short for `egress show SESSION`.
+        name = " ".join(part for part in path if path != ("egress", "show") or part != "show")
+        assert f"Example: opificia {name}" in (command.help or ""), path
+        options = {option for each in command.params for option in each.opts}
+        assert "--json" in options or path in (("show",), ("control",), ("gateway",)), path
 
 
 @pytest.mark.parametrize("module", ["sqlalchemy", "aiohttp", "rich", "docker"])
