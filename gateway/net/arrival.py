@@ -9,7 +9,7 @@ import time
 from ipaddress import IPv4Address, IPv6Address
 from typing import TYPE_CHECKING, Final
 
-from gateway.core.head import Head, HeadError, parse_head
+from gateway.core.head import HeadError, parse_head
 from gateway.core.incomplete import INCOMPLETE, Incomplete
 from gateway.core.proxy_header import ProxyHeaderError, parse_proxy_header
 from gateway.core.replies import refusal
@@ -28,87 +28,86 @@ class Arrival:
 
     __slots__ = ("_buffer", "_listener", "_proxied", "caller", "sock", "source", "started", "watching")
 
-    def __init__(self, listener: "Listener", sock: socket.socket) -> None:
+    def __init__(self, listener: "Listener", sock: socket.socket, source: object) -> None:
         self._listener = listener
         self.sock = sock
         self.started = time.monotonic()
         # The caller's own address, from the PROXY header; None on a port without PROXY headers.
         self.caller: IPAddress | None = None
-        # Whose share of unauthenticated connections this is.
-        self.source: object = None
+        # Whose share of waiting connections this is; None where it is not known yet, or nobody's.
+        self.source = source
         self._buffer = b""
         self._proxied = not listener.proxy_protocol
+        # Whether it waits for the rest of its head: counted, timed, its socket watched.
         self.watching = False
 
     def begin(self) -> None:
-        """Read at once what is there already: a forwarder sends header and head together."""
-        self.on_readable()
-        if not self.watching and self.sock.fileno() >= 0 and self._listener.is_open(self):
-            self.watching = True
-            self._listener.poller.add_reader(self.sock.fileno(), self.on_readable)
+        """Serve at once what is there already (a forwarder sends header and head together); else wait for it."""
+        if not self.on_readable():
+            self._listener.hold(self)
 
-    def on_readable(self) -> None:
-        """Read what has come; route the connection once its head is whole."""
+    def on_readable(self) -> bool:
+        """Read what has come; route the connection once its head is whole. False as long as it is not."""
         try:
             data = self.sock.recv(_READ_BYTES)
         except BlockingIOError:
-            return
+            return False
         except OSError:
             self.drop()
-            return
+            return True
         if not data:
             # Opened and closed: a health check. Closed in mid-head: nobody to answer. Neither is logged.
             self.drop()
-            return
+            return True
         self._buffer = self._buffer + data if self._buffer else data
-        listener = self._listener
-        key = b""
         try:
-            if not self._proxied and not self._read_proxy_header():
-                return
-            whole = key_of_connect(self._buffer, listener.head_bytes)
-            if whole is not None:
-                key, size = whole
-                decision = listener.services.decisions.find(key)
-                if decision is not None:
-                    listener.leave(self)
-                    listener.resume(self, decision, self._buffer[size:], key)
-                    return
-            head: Head | Incomplete = INCOMPLETE
-            if self._buffer:
-                head = parse_head(self._buffer, listener.head_bytes)
+            return self._read()
         except ProxyHeaderError:
             # Whoever speaks without the header did not come through the forwarder. There is nothing to tell it.
             self.drop()
-            return
         except HeadError as error:
             self.refuse(error.status, error.reason, error.message)
-            return
-        if head is INCOMPLETE:
-            return
-        assert isinstance(head, Head)
-        # The socket stays watched: a route that goes on reading only puts its own callback in place.
-        listener.leave(self)
-        listener.route(self, head, self._buffer, key)
-
-    def _read_proxy_header(self) -> bool:
-        header = parse_proxy_header(self._buffer)
-        if isinstance(header, Incomplete):
-            return False
-        self._proxied = True
-        self._buffer = self._buffer[header.size :]
-        self.caller = header.source
-        if header.source is not None and not self._listener.admit_source(self, header.source):
-            self.drop()
-            return False
         return True
+
+    def _read(self) -> bool:
+        listener = self._listener
+        if not self._proxied:
+            header = parse_proxy_header(self._buffer)
+            if isinstance(header, Incomplete):
+                return False
+            self._proxied = True
+            self._buffer = self._buffer[header.size :]
+            self.caller = self.source = header.source
+            if self.watching and not listener.share(self):
+                self.drop()
+                return True
+        key = b""
+        whole = key_of_connect(self._buffer, listener.head_bytes)
+        if whole is not None:
+            key, size = whole
+            decision = listener.services.decisions.find(key)
+            if decision is not None:
+                self._leave()
+                listener.resume(self, decision, self._buffer[size:], key)
+                return True
+        head = parse_head(self._buffer, listener.head_bytes) if self._buffer else INCOMPLETE
+        if isinstance(head, Incomplete):
+            return False
+        self._leave()
+        listener.route(self, head, self._buffer, key)
+        return True
+
+    def _leave(self) -> None:
+        """Wait no more. The socket stays watched: a route that goes on reading only puts its own callback in place."""
+        if self.watching:
+            self._listener.leave(self)
 
     def release(self) -> None:
         """Stop watching the socket; it belongs to somebody else, or is about to be closed."""
         if self.watching:
+            self._listener.leave(self)
             self._listener.poller.remove_reader(self.sock.fileno())
             self.watching = False
-        self._listener.leave(self)
 
     def refuse(self, status: int, reason: DenyReason, message: str) -> None:
         """Answer with a refusal and close."""
@@ -118,9 +117,10 @@ class Arrival:
 
     def drop(self) -> None:
         """Close without a word."""
-        self._listener.leave(self)
-        self.watching = False
-        self._listener.poller.forget(self.sock.fileno())
+        if self.watching:
+            self._listener.leave(self)
+            self.watching = False
+            self._listener.poller.forget(self.sock.fileno())
         self.sock.close()
 
     def expire(self) -> None:

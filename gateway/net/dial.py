@@ -22,6 +22,7 @@ ATTEMPT_DELAY_S: Final = 0.25
 # A name may answer with many addresses; more attempts than this only help a port scan.
 MAX_ATTEMPTS: Final = 8
 
+_STREAM: Final = int(socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
 _UNREACHABLE = {errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL, errno.EACCES, errno.EPERM, errno.ENETDOWN}
 _EXHAUSTED = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}
 
@@ -34,7 +35,7 @@ class DialError:
     message: str
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Connected:
     """A connected, non-blocking socket with TCP_NODELAY, and which address it reached."""
 
@@ -143,10 +144,7 @@ class Dial:
             address = self._addresses[self._next]
             self._next += 1
             try:
-                sock = socket.socket(
-                    socket.AF_INET6 if address.version == 6 else socket.AF_INET,
-                    socket.SOCK_STREAM | socket.SOCK_NONBLOCK,
-                )
+                sock = socket.socket(socket.AF_INET6 if address.version == 6 else socket.AF_INET, _STREAM)
             except OSError as error:
                 self._error = error.errno or errno.EIO
                 continue

@@ -98,39 +98,43 @@ class Listener:
                 sock.close()
                 self._pause()
                 return
-            if len(self._open) >= self._total:
-                metrics.overload_total.inc()
-                sock.close()
-                continue
             sock.setblocking(False)
-            arrival = Arrival(self, sock)
-            self._open.add(arrival)
-            self._deadlines.add(arrival)
-            if self.proxy_protocol or not isinstance(address, tuple) or self.admit_source(arrival, address[0]):
-                arrival.begin()
-            else:
-                arrival.drop()
+            # Behind the forwarder all come from one address; there the PROXY header says whose share it is.
+            source = address[0] if isinstance(address, tuple) and not self.proxy_protocol else None
+            Arrival(self, sock, source).begin()
 
     def _pause(self) -> None:
         self.stop()
         self._resume = self.loop.call_later(PAUSE_S, self.start)
 
-    def is_open(self, arrival: Arrival) -> bool:
-        """Tell whether the arrival still waits for its head."""
-        return arrival in self._open
+    def hold(self, arrival: Arrival) -> None:
+        """Have an arrival wait for the rest of its head: counted, timed and watched. Drops it where too many wait."""
+        if len(self._open) >= self._total:
+            self.services.gateway.metrics.overload_total.inc()
+            arrival.drop()
+        elif not self.share(arrival):
+            arrival.drop()
+        else:
+            self._open.add(arrival)
+            self._deadlines.add(arrival)
+            arrival.watching = True
+            self.poller.add_reader(arrival.sock.fileno(), arrival.on_readable)
 
-    def admit_source(self, arrival: Arrival, source: object) -> bool:
-        """Count an arrival to its source; False when the source has too many without a head."""
+    def share(self, arrival: Arrival) -> bool:
+        """Count an arrival to its source, if that is known; False when too many of the source wait."""
+        source = arrival.source
+        if source is None:
+            return True
         count = self._sources.get(source, 0)
         if count >= self._per_source:
             self.services.gateway.metrics.overload_source.inc()
+            arrival.source = None
             return False
         self._sources[source] = count + 1
-        arrival.source = source
         return True
 
     def leave(self, arrival: Arrival) -> None:
-        """Forget an arrival: it is routed or gone."""
+        """Forget an arrival that waited: it is routed or gone."""
         self._open.discard(arrival)
         self._deadlines.discard(arrival)
         source, arrival.source = arrival.source, None
