@@ -2,13 +2,16 @@
 
 import asyncio
 import os
+import time
 from pathlib import Path
 
 from control.cli.output import as_json, cell, show, table
 from control.client import DEFAULT_ADDRESS, ControlClient, ControlError, ControlUnavailableError
 from control.config import ControlConfig, load_config
+from control.docker.service import DockerService
+from control.docker.types import EngineError
 from control.doctor.findings import Finding
-from control.doctor.host import addresses, host_findings, listener, listening_ports, model_key, registry
+from control.doctor.host import addresses, host_findings, image_findings, listener, listening_ports, model_key, registry
 from control.doctor.trial import Subject, try_sandbox
 from gateway.runtime.settings import SettingsError
 
@@ -36,6 +39,8 @@ async def _findings(path: Path, gateway_config: Path, image: str, sandbox: bool)
         async with ControlClient(address, os.environ.get("OPIFICIA_CONTROL_TOKEN", "")) as client:
             health = await client.health()
             findings += await asyncio.to_thread(host_findings, health, config.data if config else None)
+            if config is not None and os.access(config.docker.socket, os.W_OK):
+                findings += await _images(config)
             if sandbox:
                 settings = config or ControlConfig()
                 with listener():
@@ -52,6 +57,24 @@ async def _findings(path: Path, gateway_config: Path, image: str, sandbox: bool)
         remedy = "systemctl status opificia-control; its log says why it does not run"
         findings.append(Finding("host", "control daemon", False, str(error), remedy))
     return findings
+
+
+async def _images(config: ControlConfig) -> list[Finding]:
+    """Look at our images, where this user may ask the engine itself."""
+    wanted = {config.images.sandbox, config.images.forwarder, config.images.helper}
+    engine = DockerService(config.docker, "", limits=config.limits, sandbox=config.sandbox)
+    try:
+        found = await engine.images.listing()
+    except EngineError as error:
+        return [Finding("host", "images", False, error.message, error.remedy or "systemctl status docker")]
+    finally:
+        await engine.close()
+    ages = {tag: image.created_at for image in found for tag in image.tags if tag in wanted}
+    missing = [
+        Finding("host", f"image {name}", False, "the engine does not have it", "opificia images build")
+        for name in sorted(wanted - ages.keys())
+    ]
+    return [*missing, *image_findings(sorted(ages.items()), time.time())]
 
 
 def _config(path: Path) -> tuple[ControlConfig | None, list[Finding]]:

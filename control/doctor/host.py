@@ -11,6 +11,7 @@ import socket
 import struct
 import subprocess
 import tomllib
+from collections.abc import Iterable
 from importlib import resources
 from pathlib import Path
 from typing import Final
@@ -24,13 +25,16 @@ UNITS: Final = ("opificia-gateway.service", "opificia-control.service", "opifici
 MIN_FREE_BYTES: Final = 10 * 1024**3
 _PROC: Final = Path("/proc")
 _TCP_LISTEN: Final = "0A"
+# As systemd/sysctl sets them, where the reasons stand.
+SYSCTLS: Final = {"fs.pipe-user-pages-soft": 131_072, "net.core.somaxconn": 4_096}
+MAX_IMAGE_DAYS: Final = 60
 # adjtimex(2): the clock is not synchronized.
 _TIME_ERROR: Final = 5
 
 
 def host_findings(health: Health, data: Path | None) -> list[Finding]:
     """Look at everything beside the daemon's own answer."""
-    return [*daemon_findings(health), *_units(), *_disk(data), _clock()]
+    return [*daemon_findings(health), *_units(), *_sysctls(), *_disk(data), _clock()]
 
 
 def daemon_findings(health: Health) -> list[Finding]:
@@ -131,6 +135,28 @@ def _units() -> list[Finding]:
         ok = state == "active"
         remedy = "" if ok else f"systemctl status {unit}; journalctl -u {unit}"
         findings.append(Finding("host", f"unit {unit}", ok, state, remedy))
+    return findings
+
+
+def _sysctls() -> list[Finding]:
+    findings = []
+    for name, least in SYSCTLS.items():
+        text = _text(_PROC / "sys" / name.replace(".", "/")).strip()
+        ok = text.isdigit() and int(text) >= least
+        remedy = "" if ok else f"sysctl -w {name}={least}, and in /etc/sysctl.d for the next start"
+        findings.append(Finding("host", f"sysctl {name}", ok, f"{text or 'missing'}, {least} or more is well", remedy))
+    return findings
+
+
+def image_findings(images: Iterable[tuple[str, int]], now_s: float) -> list[Finding]:
+    """Look at the age of images, given as name and seconds since the epoch at which they were made."""
+    findings = []
+    for name, created_at in images:
+        days = int(now_s - created_at) // 86_400
+        ok = days <= MAX_IMAGE_DAYS
+        # Debian mends what is found in its packages; an image has what there was when it was made.
+        remedy = "" if ok else "opificia images build --force, for the security updates since"
+        findings.append(Finding("host", f"image {name}", ok, f"{days} days old", remedy))
     return findings
 
 

@@ -9,7 +9,7 @@ import pytest
 from control.api.types import Health
 from control.client import ControlClient
 from control.doctor import probe
-from control.doctor.host import addresses, daemon_findings, listening_ports, model_key, registry
+from control.doctor.host import addresses, daemon_findings, image_findings, listening_ports, model_key, registry
 from control.doctor.trial import CHECKS, Subject, _findings, try_sandbox
 from tests.control.conftest import Host, until
 
@@ -62,6 +62,13 @@ async def test_a_probe_sandbox_that_cannot_start_is_one_finding_and_leaves_nothi
 def test_another_version_of_the_daemon_is_said() -> None:
     health = Health(status="ok", version="0.0.0", host_id="h")
     assert [each.check for each in daemon_findings(health) if not each.ok] == ["versions"]
+
+
+def test_an_old_image_is_not_well() -> None:
+    day = 86_400
+    found = image_findings([("new", 90 * day), ("old", 10 * day)], 100 * day)
+    assert [(each.check, each.ok) for each in found] == [("image new", True), ("image old", False)]
+    assert found[1].remedy
 
 
 def test_the_hosts_addresses_and_ports_are_found() -> None:

@@ -11,7 +11,7 @@ from tests.support.host import PrivateHost
 from tests.support.hostside import NEIGHBOUR_RULES, without_rules
 
 # Of the machine that the tests run on, not of the host that is tested.
-MACHINE = ("clock", "disk")
+MACHINE = ("clock", "disk", "sysctl fs.pipe-user-pages-soft", "sysctl net.core.somaxconn")
 
 
 def examined(host: PrivateHost) -> tuple[int, dict[str, dict[str, Any]], float]:
@@ -33,6 +33,7 @@ def test_a_host_in_order_passes_every_check_and_nothing_is_left(host: PrivateHos
     assert [each for each in findings.values() if not each["ok"] and each["check"] not in MACHINE] == []
     assert {title for title, _ in CHECKS.values()} < findings.keys()
     assert "for it" in findings["the operator's model key is nowhere"]["detail"]
+    assert len([check for check in findings if check.startswith("image ")]) == 3
     assert seconds < 30
     ended = json.loads(host.cli("sessions", "--limit", "2", "--json").stdout)["sessions"]
     assert all(each["reason"] == "stopped_by_user" or each["ending"] == "stopped_by_user" for each in ended)
