@@ -169,6 +169,10 @@ class DockerService:
         looked_at = await asyncio.gather(*(self._observe(entry["Id"]) for entry in listed))
         return [observed for observed in looked_at if observed is not None]
 
+    async def declare_out_volume(self, session: str) -> str:
+        """Make the name of the session's volume known and return it: enough to create a container, not to start it."""
+        return await self._volumes.declare(session)
+
     async def create_out_volume(self, session: str, size_bytes: int, inodes: int) -> str:
         """Make the session's volume of limited size for /out and return its name; made before, it stays."""
         return await self._volumes.create(session, size_bytes, inodes, self._owner)

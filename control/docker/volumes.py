@@ -15,6 +15,8 @@ from control.plan.container import LABEL_HOST, LABEL_ROLE, LABEL_SESSION, ROLE_O
 from gateway.contract.limits import MIB
 
 _COMMAND: Final = "opificia-volumes"
+# Where the helper links each device by its session (images/helper/volumes.sh): loop numbers change with a reboot.
+_DEVICES: Final = "/dev/opificia"
 # mkfs's default inode size; and room for the journal, bitmaps and folders, so that the session has its bytes whole.
 _INODE_BYTES: Final = 256
 _OVERHEAD_BYTES: Final = 16 * MIB
@@ -37,7 +39,18 @@ class OutVolumes:
         device = await self._helper.run(
             [_COMMAND, "create", self._file(session), str(size), str(inodes), str(uid), str(gid)]
         )
-        name = volume_name(session)
+        name, known = await self._declare(session)
+        if device != known:
+            raise EngineError(f"The helper made {device} where {known} was due.")
+        return name
+
+    async def declare(self, session: str) -> str:
+        """Give the engine the volume's name, which is all that making a container needs; its start needs the rest."""
+        name, _device = await self._declare(session)
+        return name
+
+    async def _declare(self, session: str) -> tuple[str, str]:
+        name, device = volume_name(session), f"{_DEVICES}/{self._file(session)}"
         labels = {LABEL_HOST: self._host_id, LABEL_ROLE: ROLE_OUT, LABEL_SESSION: session}
         options = {"type": "ext4", "device": device, "o": "nosuid,nodev,noatime"}
 
@@ -48,7 +61,7 @@ class OutVolumes:
             raise EngineError(
                 f"The engine has a volume {name} that is not ours.", f"Remove it: docker volume rm {name}"
             )
-        return name
+        return name, device
 
     async def attach(self, session: str) -> None:
         """Make sure that the volume's device is there, as after a reboot."""

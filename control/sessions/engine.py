@@ -49,6 +49,9 @@ class Engine(Protocol):
     async def owned(self) -> Sequence[ObservedContainer]:
         """Return the containers of this installation."""
 
+    async def declare_out_volume(self, session: str) -> str:
+        """Return the name of the session's volume, with which a container can be made; its start needs the volume."""
+
     async def create_out_volume(self, session: str, size_bytes: int, inodes: int) -> str:
         """Make the session's volume of limited size for /out and return its name."""
 

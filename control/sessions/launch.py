@@ -71,7 +71,6 @@ class Launch:
     async def prepare(self, token: str) -> tuple[ContainerPlan, str]:
         """Return the container to make and the id of its image. Raises EndError, EngineError."""
         services, record, spec = self._services, self.record, self.record.spec
-        limits = services.limits
         # Side by side: each takes the engine, the disk or the gateway some tens of milliseconds.
         try:
             async with asyncio.TaskGroup() as group:
@@ -79,8 +78,7 @@ class Launch:
                 finding_image = group.create_task(self._image())
                 finding_in_dir = group.create_task(self._in_dir())
                 group.create_task(self._grant())
-                volume = whole(services.engine.create_out_volume(record.id, limits.out_bytes, limits.out_files))
-                making_volume = group.create_task(volume)
+                naming_volume = group.create_task(services.engine.declare_out_volume(record.id))
         except ExceptionGroup as failed:
             raise _telling(failed) from failed
         image = finding_image.result()
@@ -101,7 +99,7 @@ class Launch:
                     extra=spec.env,
                 ),
                 in_dir=finding_in_dir.result(),
-                out_volume=making_volume.result(),
+                out_volume=naming_volume.result(),
                 runner=None if image.own_runner else str(services.runner_path),
                 image_volumes=image.volumes,
                 memory_bytes=spec.resources.memory_bytes,
@@ -111,6 +109,11 @@ class Launch:
             )
         )
         return plan, image.id
+
+    async def make_volume(self) -> None:
+        """Make what /out is mounted from. Takes as long as making the container, which needs only its name."""
+        services = self._services
+        await services.engine.create_out_volume(self.record.id, services.limits.out_bytes, services.limits.out_files)
 
     async def _require_host(self) -> None:
         if problems := await self._services.host_problems():

@@ -117,9 +117,10 @@ class Life:
         await self._watch(self.record.life.container)
 
     async def _launch(self) -> None:
-        plan, image_id = await Launch(self.record, self._services).prepare(self._token)
+        launch = Launch(self.record, self._services)
+        plan, image_id = await launch.prepare(self._token)
         self._token = ""
-        container = await self._create(plan, image_id)
+        container = await self._create(launch, plan, image_id)
         self._follow_logs(container)
         await whole(self._start(container))
 
@@ -127,15 +128,23 @@ class Life:
         await self._services.engine.start(container)
         self._started = True
 
-    async def _create(self, plan: ContainerPlan, image_id: str) -> str:
-        """Make the container and record it, both or neither, whatever is cancelled meanwhile."""
+    async def _create(self, launch: Launch, plan: ContainerPlan, image_id: str) -> str:
+        """Make the container and record it, both or neither, whatever is cancelled meanwhile; its volume beside it."""
 
         async def create() -> str:
             container = await self._services.engine.create(plan)
             await self._services.recorder.record(self.record, ContainerCreated(container, image_id))
             return container
 
-        return await whole(create())
+        async def create_both() -> str:
+            container, volume = await asyncio.gather(create(), launch.make_volume(), return_exceptions=True)
+            for failed in (container, volume):
+                if isinstance(failed, BaseException):
+                    raise failed
+            assert isinstance(container, str)
+            return container
+
+        return await whole(create_both())
 
     def _follow_logs(self, container: str) -> None:
         loop, logged = asyncio.get_running_loop(), self.record.logged

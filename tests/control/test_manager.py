@@ -264,7 +264,7 @@ async def test_without_the_gateway_nothing_starts(host: Host, monkeypatch: pytes
     await nothing_left(host, session)
 
 
-@pytest.mark.parametrize("call", ["image", "create_out_volume", "create", "start"])
+@pytest.mark.parametrize("call", ["image", "declare_out_volume", "create_out_volume", "create", "start"])
 async def test_an_engine_that_fails_is_told(host: Host, call: str) -> None:
     host.engine.fail[call] = EngineError("the engine is out of sorts", "mend it")
     reason, message = await refused(host)
@@ -313,7 +313,7 @@ async def test_results_that_cannot_be_kept_are_told(host: Host) -> None:
 # Stops at every step.
 
 
-@pytest.mark.parametrize("call", ["image", "create_out_volume", "create", "start"])
+@pytest.mark.parametrize("call", ["image", "declare_out_volume", "create_out_volume", "create", "start"])
 async def test_a_stop_during_the_launch_leaves_nothing(host: Host, call: str) -> None:
     held = host.engine.hold[call] = asyncio.Event()
     session = await host.launch("sleep", "1000")

@@ -226,6 +226,11 @@ class FakeEngine:
             for each in self.containers.values()
         ]
 
+    async def declare_out_volume(self, session: str) -> str:
+        await self._called("declare_out_volume")
+        self.volumes.add(session)
+        return f"out-{session}"
+
     async def create_out_volume(self, session: str, size_bytes: int, inodes: int) -> str:
         await self._called("create_out_volume")
         self.volumes.add(session)
