@@ -201,7 +201,7 @@ class App:
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
         # Hundreds of unlike things may be open, and none tells another that it ended.
-        while loop.time() < end and any(session.open_count for session in self.gateway.registry):  # noqa: ASYNC110
+        while loop.time() < end and any(session.ending_count for session in self.gateway.registry):  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
     def _reload(self, services: Services) -> None:

@@ -29,7 +29,7 @@ class Session:
     """One live session: its grant, its counts, and what is open in its name."""
 
     __slots__ = (
-        "_closers", "_token_hash", "address", "bytes_down", "bytes_left", "bytes_up", "egress_allowed",
+        "_closers", "_resuming", "_token_hash", "address", "bytes_down", "bytes_left", "bytes_up", "egress_allowed",
         "egress_refused", "grant", "id", "model", "pipes", "policy", "reported", "slots",
     )  # fmt: skip
 
@@ -42,6 +42,7 @@ class Session:
         self.pipes = 0
         self.reported: Usage | None = None
         self._closers: set[Callable[[CloseReason], None]] = set()
+        self._resuming: set[Callable[[CloseReason], None]] = set()
         self.slots = Slots(grant.egress_budget.connections, max_waiters)
         self.model = ModelAccount(grant.model_budget, grant.used)
         self._take(grant, policy)
@@ -73,17 +74,21 @@ class Session:
         """Tell in constant time whether `token` is the session's."""
         return hmac.compare_digest(hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), self._token_hash)
 
-    def add_closer(self, closer: Callable[[CloseReason], None]) -> None:
-        """Have `closer` called once when the session is revoked."""
+    def add_closer(self, closer: Callable[[CloseReason], None], *, resumes: bool = False) -> None:
+        """Have `closer` called once when the session is revoked. `resumes`: its client comes back and loses nothing."""
         self._closers.add(closer)
+        if resumes:
+            self._resuming.add(closer)
 
     def remove_closer(self, closer: Callable[[CloseReason], None]) -> None:
         """Forget `closer`; it ended by itself."""
         self._closers.discard(closer)
+        self._resuming.discard(closer)
 
     def close(self, reason: CloseReason) -> None:
         """Close everything that is open in the session's name."""
         # One at a time: closing one gives its slot to another, which may end in the meantime, or begin.
+        self._resuming.clear()
         while self._closers:
             self._closers.pop()(reason)
 
@@ -91,6 +96,11 @@ class Session:
     def open_count(self) -> int:
         """Number of tunnels, streams and relays that are open."""
         return len(self._closers)
+
+    @property
+    def ending_count(self) -> int:
+        """Number of those that a stop must wait for: what does not resume elsewhere."""
+        return len(self._closers) - len(self._resuming)
 
     def usage(self) -> Usage:
         """Return what was used in this epoch."""

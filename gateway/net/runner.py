@@ -78,7 +78,8 @@ class RunnerHandoff:
             self._refuse(400, Deny(DenyReason.MALFORMED_REQUEST, "/runner is a WebSocket"))
             return
         self._session = session
-        session.add_closer(self._revoke)
+        # A runner connects again and resumes, so a stop of the gateway need not wait for it: it would, for every session.
+        session.add_closer(self._revoke, resumes=True)
         try:
             async with asyncio.timeout(HANDOFF_S):
                 await self._hand_over(session, key, early)
