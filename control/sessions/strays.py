@@ -5,7 +5,7 @@ They come from a crash between two steps, or from a database that was set back. 
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Final
 
@@ -45,29 +45,39 @@ class Strays:
                 for container in await self.containers():
                     if not known(container.session):
                         log.warning("container %s of session %s is stray", container.id[:12], container.session)
-                        await self.remove(container.id, container.session, ran=container.ran)
+                        await self._once(self._remove(container.id, container.session, ran=container.ran))
                 for session in await self._engine.out_volumes():
                     if not known(session):
                         log.warning("the volume of session %s is stray", session)
-                        await self._engine.remove_out_volume(session)
+                        await self._once(self._engine.remove_out_volume(session))
             except EngineError as error:
                 log.warning("strays cannot be looked for now: %s", error)
+
+    @staticmethod
+    async def _once(removal: Awaitable[None]) -> None:
+        """Leave what will not go to the next sweep: it must not keep this one from the others."""
+        try:
+            await removal
+        except EngineError as error:
+            log.warning("it cannot be removed now: %s", error)
 
     async def remove(self, container: str, session: str, *, ran: bool) -> None:
         """Stop a container, keep its logs if its session has a folder, and remove it; try until that succeeds."""
         while True:
             try:
-                if ran:
-                    await self._engine.stop(container, self._limits.stop_grace_ms / 1000)
-                    await self._keep_logs(container, self._folder / session)
-                await self._engine.remove(container)
-            except NotFoundError:
-                return
+                return await self._remove(container, session, ran=ran)
             except EngineError as error:
                 log.warning("container %s cannot be removed, trying again: %s", container[:12], error)
                 await asyncio.sleep(RETRY_S)
-            else:
-                return
+
+    async def _remove(self, container: str, session: str, *, ran: bool) -> None:
+        try:
+            if ran:
+                await self._engine.stop(container, self._limits.stop_grace_ms / 1000)
+                await self._keep_logs(container, self._folder / session)
+            await self._engine.remove(container)
+        except NotFoundError:
+            return
 
     async def _keep_logs(self, container: str, folder: Path) -> None:
         if not await asyncio.to_thread(folder.is_dir):

@@ -573,6 +573,32 @@ async def test_what_belongs_to_no_session_is_removed_with_its_logs_kept(
     assert host.log(session) == b"here\n"
 
 
+async def test_a_stray_that_will_not_go_keeps_the_sweep_from_no_other(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(strays, "SWEEP_S", 0.05)
+    await host.stop()
+    await host.start()
+    sessions = [await host.launch("sleep", "1000") for _ in range(2)]
+    for session in sessions:
+        await host.state(session, S.RUNNING)
+    stuck = next(iter(host.engine.containers))
+    remove = host.engine.remove
+
+    async def remove_others(container: str) -> None:
+        if container == stuck:
+            raise EngineError("it is stuck")
+        await remove(container)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(host.engine, "remove", remove_others)
+        # As if the database had lost them: nobody knows them any more.
+        for session in sessions:
+            host.manager._records.pop(session)
+        await until(lambda: list(host.engine.containers) == [stuck] and not host.engine.volumes, "the removal")
+    await until(lambda: not host.engine.containers, "the removal")
+
+
 async def test_another_live_session_is_left_alone_by_the_sweep(host: Host, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(strays, "SWEEP_S", 0.01)
     await host.stop()
