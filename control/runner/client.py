@@ -16,18 +16,21 @@ import fcntl
 import hashlib
 import json
 import os
-import random
 import select
 import signal
 import socket
 import struct
-import subprocess
 import sys
 import termios
 import threading
 import time
 from collections import deque
-from typing import Any, Final, NoReturn
+
+# A sandbox's start waits for these imports: `typing` is left to the type checker, `subprocess` comes after the hello.
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    import subprocess
+    from typing import Any, Final, NoReturn
 
 NAME: Final = "opificia-reference-runner/1"
 PROTOCOL_VERSION: Final = 1
@@ -266,6 +269,8 @@ class Run:
         threading.Thread(target=self._live, args=(message,), daemon=True).start()
 
     def _live(self, message: dict[str, Any]) -> None:
+        import subprocess
+
         stdin = message.get("stdin", "")
         data = base64.b64decode(stdin) if message.get("stdin_encoding") == "base64" else stdin.encode()
         try:
@@ -308,6 +313,8 @@ class Run:
         self._complete(128 - code if code < 0 else code, timed_out=timed_out)
 
     def _wait(self, process: subprocess.Popen[bytes]) -> bool:
+        import subprocess
+
         try:
             process.wait(self._timeout_s)
         except subprocess.TimeoutExpired:
@@ -431,7 +438,7 @@ class Runner:
                     if time.monotonic() - began > LAST_RETRY_S:
                         retry = FIRST_RETRY_S
                 # Sandboxes that lost the same gateway must not come back all at once.
-                time.sleep(retry * random.uniform(0.5, 1.0))  # noqa: S311
+                time.sleep(retry * (0.5 + os.urandom(1)[0] / 512))
                 retry = min(2 * retry, LAST_RETRY_S)
         except Terminated:
             self._end_runs(TERM_GRACE_S)
@@ -454,6 +461,9 @@ class Runner:
                 "runs": list(self._runs),
             }
             connection.send(json.dumps(hello))
+            # While control takes note: the first command will need it.
+            import subprocess  # noqa: F401
+
             welcome = json.loads(connection.receive())
             if welcome.get("type") != "welcome":
                 raise ConnectionLostError(f"not welcome: {welcome.get('message', '')}")
