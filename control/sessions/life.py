@@ -121,7 +121,6 @@ class Life:
         plan, image_id = await launch.prepare(self._token)
         self._token = ""
         container = await self._create(launch, plan, image_id)
-        self._follow_logs(container)
         await whole(self._start(container))
 
     async def _start(self, container: str) -> None:
@@ -133,6 +132,8 @@ class Life:
 
         async def create() -> str:
             container = await self._services.engine.create(plan)
+            # Attached while the disk takes note: the start waits for both.
+            self._follow_logs(container)
             await self._services.recorder.record(self.record, ContainerCreated(container, image_id))
             return container
 
