@@ -24,7 +24,7 @@ from gateway.net.services import Services
 log = logging.getLogger("gateway.listener")
 
 # Connections accepted before everything else gets its turn.
-ACCEPTS_PER_TURN: Final = 64
+ACCEPTS_PER_TURN: Final = 16
 # When the process has no descriptor left, accepting pauses: existing tunnels go on and free some.
 PAUSE_S: Final = 0.1
 _EXHAUSTED: Final = {errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM}

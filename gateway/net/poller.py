@@ -7,11 +7,15 @@ of context a callback. Here a change costs one system call, and closing a watche
 
 import asyncio
 import select
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
-# Sockets served before the loop's other work (timers, model streams, new connections' tasks) gets its turn.
-EVENTS_PER_TURN: Final = 256
+# Sockets served before the loop's other work (timers, model streams, name look-ups) gets its turn.
+EVENTS_PER_TURN: Final = 64
+# Deferred work begins no other piece after this time before sockets are looked at again: a small message waits for one
+# piece of bulk, not for all tunnels'.
+TURN_S: Final = 0.001
 
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
@@ -63,6 +67,8 @@ class Poller:
         # What a callback changed; told to the kernel when it returns, so that changes which cancel each other cost nothing.
         self._changed: list[int] = []
         self._calling = False
+        # Work that waits until all events of a batch are served, in the order it came.
+        self._deferred: dict[Callback, None] = {}
         loop.add_reader(self._epoll.fileno(), self._on_ready)
 
     def __len__(self) -> int:
@@ -106,8 +112,21 @@ class Poller:
         if watch is not None:
             watch.reader = watch.writer = None
 
+    def defer(self, work: Callback, /) -> None:
+        """Call `work` after the callbacks of all sockets that are ready now, in turn with other such work.
+
+        It is for a reader that has much to read: small messages go first, and after TURN_S what is ready then. Work that is
+        not reached waits for the next turn, which comes at once because its socket is still ready.
+        """
+        self._deferred[work] = None
+
+    def cancel(self, work: Callback, /) -> None:
+        """Take deferred work back."""
+        self._deferred.pop(work, None)
+
     def close(self) -> None:
         """Watch nothing any more."""
+        self._deferred.clear()
         self._loop.remove_reader(self._epoll.fileno())
         self._watches.clear()
         self._epoll.close()
@@ -156,3 +175,15 @@ class Poller:
                     for each in changed:
                         self._apply(each)
                     changed.clear()
+        if self._deferred:
+            self._run_deferred()
+
+    def _run_deferred(self) -> None:
+        deferred = self._deferred
+        end = time.monotonic() + TURN_S
+        while deferred:
+            work = next(iter(deferred))
+            del deferred[work]
+            work()
+            if time.monotonic() >= end:
+                break

@@ -60,12 +60,21 @@ class Flow:
         self.writing = False
 
     def on_readable(self) -> None:
-        """Move what the source has; called by the loop while nothing is held."""
+        """Move what the source has; called by the poller while nothing is held."""
+        if self.bulk:
+            self.splicer.poller.defer(self.move_bulk)
+            return
         try:
-            if self.bulk:
-                self._splice()
-            else:
-                self._copy()
+            self._copy()
+        except BlockingIOError:
+            return
+        except OSError:
+            self.splicer.close(CloseReason.RESET)
+
+    def move_bulk(self) -> None:
+        """Move much, until there is no more for now or the turn is over."""
+        try:
+            self._splice()
         except BlockingIOError:
             return
         except OSError:
@@ -260,6 +269,8 @@ class Splicer:
         up, down = self.up, self.down
         for flow in (up, down):
             self.poller.forget(flow.source.fileno())
+            if flow.bulk:
+                self.poller.cancel(flow.move_bulk)
             flow.drop()
         up.source.close()
         down.source.close()

@@ -26,7 +26,11 @@ async def reload_until(gateway: GatewayProcess, target: str, condition: Callable
     gateway.signal(signal.SIGHUP)
     async with asyncio.timeout(10):
         while True:
-            reply = await ask(gateway, target)
+            try:
+                reply = await ask(gateway, target)
+            except (ConnectionError, asyncio.IncompleteReadError):
+                # The change came while it was being judged: revoked connections are closed without a word.
+                continue
             if condition(reply):
                 return reply
 

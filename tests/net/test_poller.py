@@ -2,11 +2,12 @@
 
 import asyncio
 import socket
+import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from gateway.net.poller import Poller
+from gateway.net.poller import TURN_S, Poller
 
 
 @pytest.fixture
@@ -194,3 +195,72 @@ async def test_changes_that_a_callback_makes_hold_when_it_returns(
     right.send(b"x")
     await until(lambda: second == [b"x"])
     assert len(first) == 1
+
+
+async def test_deferred_work_comes_after_every_socket_that_is_ready(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    order: list[str] = []
+
+    def bulk() -> None:
+        order.append("bulk")
+        left.recv(1)
+
+    def small() -> None:
+        order.append("small")
+        right.recv(1)
+
+    poller.add_reader(left.fileno(), lambda: poller.defer(bulk))
+    poller.add_reader(right.fileno(), small)
+    right.send(b"x")
+    left.send(b"x")
+    await until(lambda: len(order) == 2)
+    assert order == ["small", "bulk"]
+
+
+async def test_deferred_work_that_takes_long_lets_the_others_come_in_turn(poller: Poller) -> None:
+    pairs = [socket.socketpair() for _ in range(3)]
+    order: list[int] = []
+
+    def reader(number: int, sock: socket.socket) -> Callable[[], None]:
+        def work() -> None:
+            order.append(number)
+            sock.recv(1)
+            end = time.monotonic() + TURN_S
+            while time.monotonic() < end:
+                pass
+
+        return lambda: poller.defer(work)
+
+    for number, (sock, peer) in enumerate(pairs):
+        peer.send(b"xyz")
+        poller.add_reader(sock.fileno(), reader(number, sock))
+    await until(lambda: len(order) == 9)
+    assert [sorted(order[at : at + 3]) for at in (0, 3, 6)] == [[0, 1, 2]] * 3
+    for sock, peer in pairs:
+        poller.forget(sock.fileno())
+        sock.close()
+        peer.close()
+
+
+async def test_deferred_work_that_is_taken_back_is_not_done(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    done: list[str] = []
+
+    def work() -> None:
+        done.append("deferred")
+
+    def on_readable() -> None:
+        left.recv(1)
+        poller.defer(work)
+        poller.cancel(work)
+        done.append("read")
+
+    poller.add_reader(left.fileno(), on_readable)
+    right.send(b"x")
+    await until(lambda: bool(done))
+    await turns()
+    assert done == ["read"]
