@@ -29,6 +29,8 @@ struct end {
     int fd;
     struct pipe pipe; /* bytes on their way from this end to the other; in == 0 means none is held */
     size_t in_pipe;
+    char *held; /* the same where they were copied and the other end did not take all */
+    size_t held_size;
     uint32_t events;
     bool ended, bulk, watched;
 };
@@ -56,14 +58,21 @@ static void watch(struct end *e, uint32_t events) {
 }
 
 static bool take_pipe(struct end *e) {
+    static bool used_up;
     if (e->pipe.in) return true;
     if (pooled) {
         e->pipe = pool[--pooled];
         return true;
     }
     int ends[2];
-    if (pipe2(ends, O_NONBLOCK | O_CLOEXEC) < 0) return false;
-    fcntl(ends[1], F_SETPIPE_SZ, PIPE);
+    if (used_up || pipe2(ends, O_NONBLOCK | O_CLOEXEC) < 0) return false;
+    if (fcntl(ends[1], F_SETPIPE_SZ, PIPE) < 0) {
+        /* fs.pipe-user-pages-soft is reached: what comes now is smaller than a copy is worth. */
+        used_up = true;
+        close(ends[0]);
+        close(ends[1]);
+        return false;
+    }
     e->pipe = (struct pipe){ends[0], ends[1]};
     return true;
 }
@@ -84,6 +93,8 @@ static void finish(struct tunnel *t) {
     t->closed = true;
     drop_pipe(&t->client);
     drop_pipe(&t->server);
+    free(t->client.held);
+    free(t->server.held);
     close(t->client.fd);
     if (t->server.fd >= 0) close(t->server.fd);
     t->next = garbage;
@@ -99,11 +110,13 @@ static void end_of(struct end *e) {
     else shutdown(to->fd, SHUT_WR);
 }
 
-/* Write what the pipe holds; false when the tunnel is gone or the receiver takes no more for now. */
-static bool flush_pipe(struct end *from) {
+/* Write what is on its way; false when the tunnel is gone or the receiver takes no more for now. */
+static bool flush(struct end *from) {
     struct end *to = other(from);
-    while (from->in_pipe) {
-        ssize_t size = splice(from->pipe.out, NULL, to->fd, NULL, from->in_pipe, SPLICE_F_MOVE | SPLICE_F_NONBLOCK);
+    while (from->in_pipe || from->held_size) {
+        ssize_t size = from->in_pipe
+            ? splice(from->pipe.out, NULL, to->fd, NULL, from->in_pipe, SPLICE_F_MOVE | SPLICE_F_NONBLOCK)
+            : send(to->fd, from->held, from->held_size, 0);
         if (size < 0 && errno == EAGAIN) {
             watch(from, from->events & ~(uint32_t)EPOLLIN);
             watch(to, to->events | EPOLLOUT);
@@ -113,33 +126,37 @@ static bool flush_pipe(struct end *from) {
             finish(from->tunnel);
             return false;
         }
-        from->in_pipe -= (size_t)size;
+        if (from->in_pipe) {
+            from->in_pipe -= (size_t)size;
+        } else {
+            from->held_size -= (size_t)size;
+            memmove(from->held, from->held + size, from->held_size);
+        }
     }
+    free(from->held);
+    from->held = NULL;
     return true;
 }
 
+static void copy_once(struct end *from) {
+    ssize_t size = recv(from->fd, copy, COPY, 0);
+    if (size == 0) end_of(from);
+    else if (size < 0 && errno != EAGAIN) finish(from->tunnel);
+    if (size <= 0) return;
+    from->bulk = size == COPY;
+    ssize_t sent = send(other(from)->fd, copy, (size_t)size, 0);
+    if (sent == size) return;
+    if (sent < 0) sent = 0;
+    from->held_size = (size_t)(size - sent);
+    from->held = malloc(from->held_size);
+    if (!from->held) exit(1);
+    memcpy(from->held, copy + sent, from->held_size);
+    flush(from);
+}
+
 static void move(struct end *from) {
-    if (!from->bulk) {
-        ssize_t size = recv(from->fd, copy, COPY, 0);
-        if (size == 0) end_of(from);
-        else if (size < 0 && errno != EAGAIN) finish(from->tunnel);
-        else if (size > 0) {
-            ssize_t sent = send(other(from)->fd, copy, (size_t)size, 0);
-            from->bulk = size == COPY;
-            if (sent == size) return;
-            /* The rest goes into a pipe, which is where everything that waits is kept. */
-            if (sent < 0) sent = 0;
-            if (!take_pipe(from) || write(from->pipe.in, copy + sent, (size_t)(size - sent)) != size - sent) {
-                finish(from->tunnel);
-                return;
-            }
-            from->in_pipe = (size_t)(size - sent);
-            flush_pipe(from);
-        }
-        return;
-    }
-    if (!take_pipe(from)) {
-        finish(from->tunnel);
+    if (!from->bulk || !take_pipe(from)) {
+        copy_once(from);
         return;
     }
     for (int turn = 0; turn < TURNS; turn++) {
@@ -156,7 +173,7 @@ static void move(struct end *from) {
             break;
         }
         from->in_pipe = (size_t)size;
-        if (!flush_pipe(from)) return;
+        if (!flush(from)) return;
         if (size < BULK) {
             from->bulk = false;
             break;
@@ -220,7 +237,7 @@ static void on_event(struct end *e, uint32_t events) {
     } else {
         if (events & EPOLLOUT) {
             struct end *from = other(e);
-            if (flush_pipe(from)) {
+            if (flush(from)) {
                 drop_pipe(from);
                 watch(e, e->events & ~(uint32_t)EPOLLOUT);
                 if (!from->ended) watch(from, from->events | EPOLLIN);
