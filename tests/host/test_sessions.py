@@ -177,6 +177,7 @@ async def test_a_sandbox_that_ends_while_control_is_dead_is_told_truly(
     await running(control, session)
     host.control.kill()
     container = docker_client.containers.get(f"opificia-{session}")
+    await until(lambda: container.logs(stderr=False) == b"here\n", "its output")
     container.kill()
     container.wait()
     host.control.start()
