@@ -1,6 +1,7 @@
 """Puts a gateway together from its config, runs it, and takes it apart again."""
 
 import asyncio
+import gc
 import ipaddress
 import logging
 import secrets
@@ -163,6 +164,9 @@ class App:
                 loop.add_signal_handler(number, self._stopping.set)
             loop.add_signal_handler(signal.SIGHUP, self._reload, services)
             refresh = loop.create_task(self._keep_facts_current(services))
+            # What was made until here lives as long as the process: the collector need not look at it again.
+            gc.collect()
+            gc.freeze()
             listener.start()
             progress = Progress(poller)
             closers.append(progress.close)
