@@ -93,8 +93,7 @@ def test_one_command_runs_a_session_from_image_to_results(host: PrivateHost, tmp
     assert (tmp_path / "out/id").read_text().startswith("uid=60610(node)")
 
 
-def test_doctor_finds_nothing_wrong_and_names_what_is(host: PrivateHost) -> None:
-    assert host.cli("doctor").returncode == 0
+def test_doctor_names_a_gateway_that_is_away(host: PrivateHost) -> None:
     host.gateway.stop()
     try:
         found = host.cli("doctor", check=False)

@@ -25,7 +25,7 @@ from tests.support.gateway_process import toml
 from tests.support.mirrors import trusted_mirrors
 from tests.support.paths import CHECKOUT, IMAGES
 from tests.support.processes import spawn, stop, wait_until
-from tests.support.sandbox import Sandbox
+from tests.support.sandbox import Sandbox, health
 
 # The certificate authorities of a machine behind a company's mirror are named by this variable.
 _CA_VARIABLE: Final = "SSL_CERT_FILE"
@@ -126,8 +126,14 @@ class PrivateHost:
         ]
         return [line for each in done for line in each.stdout.splitlines() if line != "nothing to change"]
 
+    def is_ready(self) -> bool:
+        """Tell whether control finds nothing wrong."""
+        return not health(self.api).problems
+
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
-        """Launch a session and wait until its runner is connected."""
+        """Wait until the host is ready, launch a session, and wait until its runner is connected."""
+        # Control looks at the firewall every few seconds; what a test took away and put back it may not have seen yet.
+        wait_until(self.is_ready, "a host ready for sandboxes", timeout_s=20)
         return Sandbox.launch(self.api, self.engine, spec)
 
     def stop(self) -> None:

@@ -13,7 +13,7 @@ from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
-from control.api.types import RunBroken, RunCompleted, RunOutput, RunRequest, SessionView
+from control.api.types import Health, RunBroken, RunCompleted, RunOutput, RunRequest, SessionView
 from control.client import ControlClient
 from control.runner.messages import Output, Stream
 from control.spec import SandboxSpec
@@ -202,6 +202,11 @@ class Sandbox:
             (found,) = client.api.containers(filters={"label": f"opificia.session={self.session}"})
             (network,) = found["NetworkSettings"]["Networks"].values()
             return IPv4Address(network["IPAddress"])
+
+
+def health(api: str) -> Health:
+    """Ask a control daemon how its host is."""
+    return _call(api, lambda client: client.health())
 
 
 def _call(api: str, work: Callable[[ControlClient], Awaitable[T]]) -> T:
