@@ -31,7 +31,7 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
         "max_running": ROOM,
         "hello_timeout_ms": 10_000,
         "stop_grace_ms": 3_000,
-        "runner_reconnect_ms": 30_000,
+        "runner_reconnect_ms": 10_000,
         "log_bytes": LOG_BYTES,
         "out_bytes": 4 * MIB,
         "out_files": 100,

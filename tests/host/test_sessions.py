@@ -219,6 +219,24 @@ async def test_a_runner_cut_off_for_ten_seconds_resumes_without_loss_or_duplicat
     await nothing_left(host, control, docker_client, session)
 
 
+async def test_a_runner_cut_off_for_longer_than_it_may_be_ends_its_session_with_the_reason(
+    host: PrivateHost, control: ControlClient, docker_client: docker.DockerClient
+) -> None:
+    # The runner is the command's parent: stopped, it cannot come back.
+    session = await launch(control, "kill -STOP $PPID; sleep 1000")
+    await running(control, session)
+    container = docker_client.containers.get(f"opificia-{session}")
+    await until(
+        lambda: any(line[1].startswith("T") for line in container.top(ps_args="-o pid,stat")["Processes"]),
+        "the stop of the runner",
+    )
+    host.gateway.kill()
+    host.gateway.start()
+    view = await ended(control, session)
+    assert how(view)[:2] == (SessionState.FAILED, Reason.RUNNER_LOST)
+    await nothing_left(host, control, docker_client, session)
+
+
 # Many at once.
 
 
