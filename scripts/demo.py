@@ -329,9 +329,16 @@ def show_egress(console: Console, lines: list[dict[str, Any]]) -> None:
         table.add_column(column)
     for column in ("times", "bytes up", "bytes down"):
         table.add_column(column, justify="right")
+    # A registry's hosts are shown by the registry's name, as the rule that allowed them calls it.
+    registry = {
+        line["host"]: line["reason"].removeprefix("registries:") + "'s"
+        for line in lines
+        if line["event"] == "allow" and line.get("reason", "").startswith("registries:")
+    }
     rows: dict[tuple[str, ...], list[int]] = {}
     for line in lines:
-        where = f"{line.get('host', '')}:{line.get('port', '')}"
+        host = line.get("host", "")
+        where = f"{registry.get(host, host)}:{line.get('port', '')}"
         row = rows.setdefault((line["event"], line["kind"], where, line.get("reason", "")), [0, 0, 0])
         row[0] += 1
         row[1] += line.get("bytes_up", 0)

@@ -14,7 +14,7 @@ def test_encode_an_audit_line(benchmark: BenchmarkFixture) -> None:
 
     def line() -> bytes:
         at = datetime.fromtimestamp(1_750_000_000.123456, UTC)
-        values = ("files.pythonhosted.org", 443, "151.101.0.223", "registries:pypi", 0, 0, 12)
+        values = ("files.packages.example", 443, "192.0.2.23", "registries:pypi", 0, 0, 12)
         return encode(AuditLine(at, "a-session-0123", "allow", "connect", *values))
 
     assert b'"event":"allow"' in benchmark(line)

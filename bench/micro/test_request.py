@@ -45,7 +45,7 @@ def test_parse_authority_of_an_international_name(benchmark: BenchmarkFixture) -
 
 
 def test_parse_absolute_http(benchmark: BenchmarkFixture) -> None:
-    assert benchmark(parse_absolute_http, b"http://deb.debian.org/debian/dists/bookworm/InRelease")[0].port == 80
+    assert benchmark(parse_absolute_http, b"http://packages.example/debian/dists/bookworm/InRelease")[0].port == 80
 
 
 def test_parse_basic(benchmark: BenchmarkFixture) -> None:
