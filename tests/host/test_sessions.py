@@ -175,9 +175,10 @@ async def test_a_sandbox_that_ends_while_control_is_dead_is_told_truly(
 ) -> None:
     session = await launch(control, "echo here; sleep 1000")
     await running(control, session)
-    host.control.kill()
     container = docker_client.containers.get(f"opificia-{session}")
+    # A command is recorded before it is sent: only its output shows that it has begun.
     await until(lambda: container.logs(stderr=False) == b"here\n", "its output")
+    host.control.kill()
     container.kill()
     container.wait()
     host.control.start()
