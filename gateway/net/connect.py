@@ -231,7 +231,7 @@ class Connect:
             self._refuse(Deny(result.reason, result.message))
             return
         self._upstream = result.sock
-        self._address = str(result.address)
+        self._address = result.text
         try:
             self.sock.send(ESTABLISHED)
         except OSError:

@@ -37,10 +37,11 @@ class DialError:
 
 @dataclass(slots=True)
 class Connected:
-    """A connected, non-blocking socket with TCP_NODELAY, and which address it reached."""
+    """A connected, non-blocking socket with TCP_NODELAY, and which address it reached, also as text."""
 
     sock: socket.socket
     address: IPAddress
+    text: str
 
 
 def interleave(addresses: Sequence[IPAddress]) -> list[IPAddress]:
@@ -127,7 +128,7 @@ class Dial:
         self._addresses = addresses
         self._port = port
         self._done = done
-        self._attempts: dict[socket.socket, IPAddress] = {}
+        self._attempts: dict[socket.socket, tuple[IPAddress, str]] = {}
         self._next = 0
         self._started = dialer.loop.time()
         self._error = 0
@@ -153,16 +154,17 @@ class Dial:
                 self._error = errno.EMFILE
                 break
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            result = sock.connect_ex((str(address), self._port))
+            text = str(address)
+            result = sock.connect_ex((text, self._port))
             if result == 0:
-                self._attempts[sock] = address
+                self._attempts[sock] = (address, text)
                 self._succeed(sock)
                 return
             if result != errno.EINPROGRESS:
                 self._error = result
                 sock.close()
                 continue
-            self._attempts[sock] = address
+            self._attempts[sock] = (address, text)
             self._dialer.poller.add_writer(sock.fileno(), partial(self._on_writable, sock))
             if self._next < len(self._addresses):
                 self._timer = loop.call_later(ATTEMPT_DELAY_S, self.attempt)
@@ -186,10 +188,10 @@ class Dial:
         self._dialer.discard(sock)
 
     def _succeed(self, sock: socket.socket) -> None:
-        address = self._attempts.pop(sock)
+        address, text = self._attempts.pop(sock)
         self._dialer.observe(self._dialer.loop.time() - self._started)
         self._finish()
-        self._done(Connected(sock, address))
+        self._done(Connected(sock, address, text))
 
     def _fail(self, error: DialError) -> None:
         self._finish()

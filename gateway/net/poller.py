@@ -64,8 +64,9 @@ class Poller:
         # Counts batches of events. A watch that began in a batch has no event in it: such an event is about a socket that
         # had the same number before and was closed by an earlier callback of the batch.
         self._turn = 0
-        # What a callback changed; told to the kernel when it returns, so that changes which cancel each other cost nothing.
-        self._changed: list[int] = []
+        # What a callback wants to hear no more of; told to the kernel when it returns, because often the socket is closed by
+        # then, or wanted for something else.
+        self._less: list[int] = []
         self._calling = False
         # Work that waits until all events of a batch are served, in the order it came.
         self._deferred: dict[Callback, None] = {}
@@ -81,14 +82,17 @@ class Poller:
             watch = self._watches[fd] = _Watch(self._turn)
         watch.reader = callback
         if not watch.events & _IN:
-            self._change(fd)
+            self._apply(fd, watch)
 
     def remove_reader(self, fd: int, /) -> None:
         """Stop it."""
         watch = self._watches.get(fd)
         if watch is not None:
             watch.reader = None
-            self._change(fd)
+            if self._calling:
+                self._less.append(fd)
+            else:
+                self._apply(fd, watch)
 
     def add_writer(self, fd: int, callback: Callback, /) -> None:
         """Call `callback` whenever a socket would take something, an error included."""
@@ -97,14 +101,17 @@ class Poller:
             watch = self._watches[fd] = _Watch(self._turn)
         watch.writer = callback
         if not watch.events & _OUT:
-            self._change(fd)
+            self._apply(fd, watch)
 
     def remove_writer(self, fd: int, /) -> None:
         """Stop it."""
         watch = self._watches.get(fd)
         if watch is not None:
             watch.writer = None
-            self._change(fd)
+            if self._calling:
+                self._less.append(fd)
+            else:
+                self._apply(fd, watch)
 
     def forget(self, fd: int, /) -> None:
         """Stop both for a socket that is closed next."""
@@ -131,17 +138,8 @@ class Poller:
         self._watches.clear()
         self._epoll.close()
 
-    def _change(self, fd: int) -> None:
-        if self._calling:
-            self._changed.append(fd)
-        else:
-            self._apply(fd)
-
-    def _apply(self, fd: int) -> None:
+    def _apply(self, fd: int, watch: _Watch) -> None:
         """Tell the kernel what is wanted of a socket, if it does not know."""
-        watch = self._watches.get(fd)
-        if watch is None:
-            return
         wanted = (_IN if watch.reader is not None else 0) | (_OUT if watch.writer is not None else 0)
         if wanted == watch.events:
             return
@@ -157,7 +155,7 @@ class Poller:
 
     def _on_ready(self) -> None:
         turn = self._turn = self._turn + 1
-        changed = self._changed
+        less = self._less
         watches = self._watches
         for fd, events in self._epoll.poll(0, EVENTS_PER_TURN):
             watch = watches.get(fd)
@@ -171,10 +169,12 @@ class Poller:
                     watch.writer()
             finally:
                 self._calling = False
-                if changed:
-                    for each in changed:
-                        self._apply(each)
-                    changed.clear()
+                if less:
+                    for each in less:
+                        watch = watches.get(each)
+                        if watch is not None:
+                            self._apply(each, watch)
+                    less.clear()
         if self._deferred:
             self._run_deferred()
 

@@ -166,6 +166,26 @@ class Flow:
         poller.remove_reader(self.source.fileno())
         poller.add_writer(self.destination.fileno(), self.on_writable)
 
+    def pass_on(self, early: bytes) -> None:
+        """Begin with bytes that were read from the source before; read once they are written."""
+        try:
+            sent = self.destination.send(early)
+        except BlockingIOError:
+            sent = 0
+        except OSError:
+            self.splicer.close(CloseReason.RESET)
+            return
+        poller = self.splicer.poller
+        if sent < len(early):
+            self.held = early[sent:]
+            self.writing = True
+            poller.remove_reader(self.source.fileno())
+            poller.add_writer(self.destination.fileno(), self.on_writable)
+        elif self.splicer.account.bytes_left <= 0:
+            self.splicer.close(CloseReason.BUDGET_EXHAUSTED)
+        else:
+            poller.add_reader(self.source.fileno(), self.on_readable)
+
     def on_writable(self) -> None:
         """Pass on what is held; then read again."""
         try:
@@ -245,11 +265,8 @@ class Splicer:
             if self.closed:
                 return
             if early:
-                flow.held = early
-                flow.writing = True
                 flow.count += len(early)
-                self.poller.add_writer(flow.destination.fileno(), flow.on_writable)
-                flow.on_writable()
+                flow.pass_on(early)
             else:
                 self.poller.add_reader(flow.source.fileno(), flow.on_readable)
 
