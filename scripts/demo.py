@@ -77,7 +77,7 @@ class Report:
                 self.failed += 1
         seconds = f"{time.monotonic() - begun:5.1f} s"
         first, *others = evidence.strip().splitlines() or [""]
-        self.console.print(mark, f"{name:<42}", Text(seconds, "dim"), Text(f" {first}", "dim"), soft_wrap=True)
+        self.console.print(mark, f"{name:<45}", Text(seconds, "dim"), Text(f" {first}", "dim"), soft_wrap=True)
         if mark.plain == "✗":
             for line in others[-30:]:
                 self.console.print(Text(f"       {line}", "dim"))
