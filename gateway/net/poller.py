@@ -19,6 +19,9 @@ TURN_S: Final = 0.001
 
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
+# A hang-up or an error is for both: each finds out by trying.
+_FOR_READER: Final = ~_OUT
+_FOR_WRITER: Final = ~_IN
 Callback = Callable[[], object]
 
 
@@ -163,9 +166,9 @@ class Poller:
                 continue
             self._calling = True
             try:
-                if events & ~_OUT and watch.reader is not None:
+                if events & _FOR_READER and watch.reader is not None:
                     watch.reader()
-                if events & ~_IN and watch.writer is not None:
+                if events & _FOR_WRITER and watch.writer is not None:
                     watch.writer()
             finally:
                 self._calling = False

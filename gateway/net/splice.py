@@ -63,20 +63,13 @@ class Flow:
         """Move what the source has; called by the poller while nothing is held."""
         if self.bulk:
             self.splicer.poller.defer(self.move_bulk)
-            return
-        try:
+        else:
             self._copy()
-        except BlockingIOError:
-            return
-        except OSError:
-            self.splicer.close(CloseReason.RESET)
 
     def move_bulk(self) -> None:
-        """Move much, until there is no more for now or the turn is over."""
+        """Move much, until there is no more for now or it is another's turn."""
         try:
             self._splice()
-        except BlockingIOError:
-            return
         except OSError:
             self.splicer.close(CloseReason.RESET)
 
@@ -87,20 +80,23 @@ class Flow:
             # Another tunnel of the session used it up. (A size of 0 would mean "all" to recv_into, "end" to splice.)
             self.splicer.close(CloseReason.BUDGET_EXHAUSTED)
             return
-        size = self.source.recv_into(_buffer, min(left, COPY_BYTES))
-        if size == 0:
+        size = sent = 0
+        try:
+            size = self.source.recv_into(_buffer, min(left, COPY_BYTES))
+            if size:
+                # Sent before it is counted: a message waits for what is between these two calls.
+                sent = self.destination.send(_buffer[:size])
+        except BlockingIOError:
+            if not size:
+                return
+        except OSError:
+            self._count(size)
+            self.splicer.close(CloseReason.RESET)
+            return
+        if not size:
             self._end()
             return
-        self.count += size
-        account.bytes_left = left - size
-        if self.up:
-            account.bytes_up += size
-        else:
-            account.bytes_down += size
-        try:
-            sent = self.destination.send(_buffer[:size])
-        except BlockingIOError:
-            sent = 0
+        self._count(size)
         if sent < size:
             self.held = bytes(_buffer[sent:size])
             self._stall()
@@ -133,12 +129,7 @@ class Flow:
                 self._release_pipe()
                 self._end()
                 return
-            self.count += size
-            account.bytes_left = left - size
-            if self.up:
-                account.bytes_up += size
-            else:
-                account.bytes_down += size
+            self._count(size)
             self.in_pipe = size
             try:
                 while self.in_pipe:
@@ -153,6 +144,15 @@ class Flow:
                 self.bulk = False
                 break
         self._release_pipe()
+
+    def _count(self, size: int) -> None:
+        account = self.splicer.account
+        self.count += size
+        account.bytes_left -= size
+        if self.up:
+            account.bytes_up += size
+        else:
+            account.bytes_down += size
 
     def _release_pipe(self) -> None:
         if self.pipe is not None:
@@ -223,7 +223,10 @@ class Flow:
         if self.splicer.up.shut and self.splicer.down.shut:
             self.splicer.close(CloseReason.DONE)
             return
-        self.destination.shutdown(socket.SHUT_WR)
+        try:
+            self.destination.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.splicer.close(CloseReason.RESET)
 
     def drop(self) -> None:
         """Return the pipe; called once, when the splicer closes."""
