@@ -9,11 +9,30 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-# Users for peers when the benchmark runs as root; 60578 to 60705 are unassigned in systemd's table of ids. Each peer has
-# its own, because the kernel counts pipe pages by user.
-FIRST_UID: Final = 60620
+# Users for peers when the benchmark runs as root; 60578 to 60705 are unassigned in systemd's table of ids.
+_UIDS: Final = range(60620, 60700, 10)
 _TICK: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+
+
+def _unused_uid() -> int:
+    """Return the first of ten user ids in whose name nothing runs.
+
+    The kernel counts pipe pages by user: what an earlier run left behind, or two peers of one user, would take the pipes
+    from each other, and bulk would go through small ones.
+    """
+    used = set()
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                used.add(entry.stat().st_uid)
+            except OSError:
+                continue
+    return next((first for first in _UIDS if used.isdisjoint(range(first, first + _UIDS.step))), _UIDS.start)
+
+
+# Each peer's user is this one plus a number of its own.
+FIRST_UID: Final = _unused_uid()
 
 
 class NotRunningError(Exception):

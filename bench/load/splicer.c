@@ -20,7 +20,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-enum { EVENTS = 256, PIPE = 1 << 20, BULK = 64 << 10, COPY = 64 << 10, TURNS = 8, HEAD = 4096 };
+enum { EVENTS = 256, PIPE = 1 << 20, BULK = 16 << 10, COPY = 64 << 10, TURNS = 8, HEAD = 4096 };
 static const char ESTABLISHED[] = "HTTP/1.1 200 Connection established\r\n\r\n";
 
 struct pipe { int out, in; };
