@@ -13,6 +13,7 @@ from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.sockets import (
     Client,
     Handler,
+    Reply,
     Server,
     answer_after_end,
     echo,
@@ -216,28 +217,53 @@ async def test_a_byte_budget_that_ends_in_mid_tunnel_closes_it_and_refuses_the_n
                 assert (reply.status, reply.reason) == (403, "budget_exhausted")
 
 
+SLOTS_64 = {"id": "s1", "egress_budget": {"bytes": 0, "connections": 64}}
+
+
+async def asked_200_times(gateway: GatewayProcess, port: int) -> tuple[list[Client], list[asyncio.Task[Reply]]]:
+    """Ask for 200 tunnels at once; each task ends with its reply."""
+    clients = [await gateway.client() for _ in range(200)]
+    return clients, [asyncio.create_task(each.tunnel(f"127.0.0.1:{port}", GOOD)) for each in clients]
+
+
+async def done_of(asked: list[asyncio.Task[Reply]], count: int) -> set[int]:
+    """Wait until `count` have their reply; return which."""
+    waiting = set(asked)
+    async with asyncio.timeout(60):
+        while len(waiting) > len(asked) - count:
+            _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+    return {number for number, task in enumerate(asked) if task.done()}
+
+
 async def test_200_connects_on_64_slots_run_64_and_the_rest_wait_their_turn() -> None:
-    session = {"id": "s1", "egress_budget": {"bytes": 0, "connections": 64}}
-    limits = {"egress_slot_wait_ms": 4000, "unauthenticated_per_source": 1000}
-    with gateway_process({"limits": limits}, [session]) as gateway:
+    limits = {"egress_slot_wait_ms": 120_000, "unauthenticated_per_source": 1000}
+    with gateway_process({"limits": limits}, [SLOTS_64]) as gateway:
         async with echo_server() as server:
-            clients = [await gateway.client() for _ in range(200)]
-            asked = [asyncio.create_task(each.tunnel(f"127.0.0.1:{server.port}", GOOD)) for each in clients]
-            done: set[asyncio.Task[object]] = set()
-            async with asyncio.timeout(20):
-                while len(done) < 64:
-                    done = {task for task in asked if task.done()}
-                    await asyncio.sleep(0)
-            first = [client for client, task in zip(clients, asked, strict=True) if task in done]
+            clients, asked = await asked_200_times(gateway, server.port)
+            first = await done_of(asked, 64)
             assert len(first) == 64
-            for client in first[:10]:
-                await client.close()
-            replies = await asyncio.gather(*asked)
-            statuses = [reply.status for reply in replies]
-            assert (statuses.count(200), statuses.count(429)) == (74, 126)
+            for number in sorted(first)[:10]:
+                await clients[number].close()
+            done = await done_of(asked, 74)
+            assert [asked[number].result().status for number in sorted(done)] == [200] * 74
             if gateway.forwarded is None:
                 # In order: those that came next got the slots that came free. (The forwarder may reorder arrivals.)
-                assert statuses[64:74] == [200] * 10
+                assert done == set(range(74))
+            for task in asked:
+                task.cancel()
+            await asyncio.wait(asked)
+            for client in clients:
+                await client.close()
+
+
+async def test_200_connects_on_64_slots_that_stay_taken_are_136_refusals() -> None:
+    limits = {"egress_slot_wait_ms": 200, "unauthenticated_per_source": 1000}
+    with gateway_process({"limits": limits}, [SLOTS_64]) as gateway:
+        async with echo_server() as server:
+            clients, asked = await asked_200_times(gateway, server.port)
+            replies = await asyncio.gather(*asked)
+            statuses = [reply.status for reply in replies]
+            assert (statuses.count(200), statuses.count(429)) == (64, 136)
             refused = next(reply for reply in replies if reply.status == 429)
             assert refused.reason == "no_free_slot"
             assert int(refused.headers["retry-after"]) > 0
