@@ -49,6 +49,11 @@ class RunnerConnection:
             pass
 
 
+async def _end_connection(_request: web.Request, response: web.StreamResponse) -> None:
+    """Take no second request: one that the sandbox wrote would name whatever session it likes."""
+    response.force_close()
+
+
 class RunnerServer:
     """Finds the session of each connection and carries its frames to the session's channel."""
 
@@ -63,6 +68,7 @@ class RunnerServer:
         app = web.Application()
         app.router.add_get("/runner", self._serve)
         app.on_shutdown.append(self._close)
+        app.on_response_prepare.append(_end_connection)
         return app
 
     async def _close(self, _app: web.Application) -> None:

@@ -1,15 +1,15 @@
 """/runner: the sandbox's runner is authenticated here and handed to control by splice.
 
 Control never sees the sandbox's own request: the gateway writes an upgrade head of its own, with the session's id and no
-token. After it the bytes are control's and the runner's alone. No budget and no egress idle limit apply.
+token. Only when control has answered that it speaks WebSocket now do the runner's bytes pass: to a control that still
+reads HTTP they could be a request in another session's name. No budget and no egress idle limit apply.
 """
 
 import asyncio
 import logging
 import re
 import socket
-from typing import TYPE_CHECKING, Final
-from urllib.parse import parse_qsl
+from typing import Final
 
 from gateway.core.credentials import parse_bearer
 from gateway.core.head import Head
@@ -20,15 +20,26 @@ from gateway.net.splice import Splicer
 from gateway.registry import IPAddress, Session
 from gateway.runtime.addresses import UnixAddress, parse_address
 
-if TYPE_CHECKING:
-    pass
-
 log = logging.getLogger("gateway.runner")
 
 # Control answers on the same host; longer means that it is not there.
 HANDOFF_S: Final = 5.0
 # RFC 6455 §4.1: 16 bytes in base64.
 _WEBSOCKET_KEY: Final = re.compile(rb"[A-Za-z0-9+/]{22}==")
+_TARGET: Final = re.compile(rb"/runner\?session=([a-z0-9-]{1,64})")
+# Control's answer to the upgrade has some 200 bytes.
+MAX_ANSWER_BYTES: Final = 8 * 1024
+_END: Final = b"\r\n\r\n"
+_SWITCHED: Final = b"HTTP/1.1 101 "
+_TOO_MANY: Final = b"HTTP/1.1 429 "
+
+
+class _ControlRefusesError(Exception):
+    """Control answered, and does not take the runner."""
+
+    def __init__(self, answer: bytes) -> None:
+        super().__init__(answer[:12].decode("latin-1"))
+        self.too_many = answer.startswith(_TOO_MANY)
 
 
 def upgrade_head(session_id: str, key: bytes) -> bytes:
@@ -54,12 +65,14 @@ class RunnerHandoff:
 
     def start(self, head: Head, target: bytes, early: bytes) -> asyncio.Task[None]:
         """Begin; the returned task ends when the connection is spliced or refused. Raises HeadError on a bad head."""
-        query = dict(parse_qsl(target.partition(b"?")[2].decode("latin-1"), max_num_fields=8))
+        # Exactly as it stands in OPIFICIA_RUNNER_URL; anything else names no session.
+        named = _TARGET.fullmatch(target)
+        session_id = "" if named is None else named[1].decode("ascii")
         token = parse_bearer(head.get(b"authorization") or b"")
         key = head.get(b"sec-websocket-key") or b""
         upgrade = (head.get(b"upgrade") or b"").lower()
         websocket = head.method == b"GET" and upgrade == b"websocket" and _WEBSOCKET_KEY.fullmatch(key) is not None
-        self._task = self._services.loop.create_task(self._run(query.get("session", ""), token, key, websocket, early))
+        self._task = self._services.loop.create_task(self._run(session_id, token, key, websocket, early))
         return self._task
 
     async def _run(self, session_id: str, token: str | None, key: bytes, websocket: bool, early: bytes) -> None:
@@ -87,6 +100,13 @@ class RunnerHandoff:
             # Revoked while control was being reached.
             self._give_back()
             self._sock.close()
+        except _ControlRefusesError as error:
+            log.warning("runner of session %s: control does not take it: %s", session.id, error)
+            self._give_back()
+            if error.too_many:
+                self._refuse(429, Deny(DenyReason.NO_FREE_SLOT, "the session has too many runner connections"))
+            else:
+                self._refuse(503, Deny(DenyReason.NOT_READY, "control does not know the session as live; try again"))
         except (OSError, TimeoutError) as error:
             log.warning("runner of session %s: control cannot be reached: %s", session.id, type(error).__name__)
             self._give_back()
@@ -106,12 +126,25 @@ class RunnerHandoff:
             sock.setblocking(False)
             await services.loop.sock_connect(sock, (upstream.host, upstream.port))
         await services.loop.sock_sendall(sock, upgrade_head(session.id, key))
+        answer = await self._await_switch(sock)
         self._upstream = None
         services.gateway.metrics.allowed["runner"].inc()
         self._splicer = Splicer(
             services.poller, services.pipes, services.runner_account, self._sock, sock, self._on_close
         )
-        self._splicer.start(early)
+        self._splicer.start(early, answer)
+
+    async def _await_switch(self, sock: socket.socket) -> bytes:
+        """Return control's answer and what it said after it. Raises _ControlRefusesError if it still speaks HTTP."""
+        answer = b""
+        while _END not in answer:
+            piece = await self._services.loop.sock_recv(sock, MAX_ANSWER_BYTES - len(answer))
+            if not piece:
+                raise _ControlRefusesError(answer)
+            answer += piece
+        if not answer.startswith(_SWITCHED):
+            raise _ControlRefusesError(answer)
+        return answer
 
     def _revoke(self, reason: CloseReason) -> None:
         if self._splicer is not None:
@@ -131,5 +164,5 @@ class RunnerHandoff:
 
     def _refuse(self, status: int, deny: Deny) -> None:
         self._services.gateway.metrics.refused["runner", deny.reason].inc()
-        reply = refusal(status, deny.reason, deny.message, retry_after_s=1 if status == 503 else None)
+        reply = refusal(status, deny.reason, deny.message, retry_after_s=1 if status in (429, 503) else None)
         self._services.lingering.close_with(self._sock, reply)

@@ -568,3 +568,30 @@ async def test_no_runner_is_taken_by_a_session_that_is_over(line: Line, http: ai
     await socket.send_json({"type": "hello", "version": 1, "instance": "i1"})
     assert (await receive(socket))["reason"] == "wrong_state"
     await ended(socket)
+
+
+async def test_no_second_request_is_read_from_a_connection_whatever_the_first_came_to() -> None:
+    """Behind the gateway's own request comes what a sandbox wrote, and it may name any session."""
+    asked: list[str] = []
+
+    def channel_of(session: str) -> Channel | None:
+        asked.append(session)
+        return None
+
+    runners = server.RunnerServer(channel_of, FRAME)
+    app = web.AppRunner(runners.application(), shutdown_timeout=0.1)
+    await app.setup()
+    upgrade = "Host: control\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    upgrade += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+    with tempfile.TemporaryDirectory(prefix="opificia-") as folder:
+        await web.UnixSite(app, f"{folder}/runner.sock").start()
+        for path in ("/runner", "/elsewhere"):
+            reader, writer = await asyncio.open_unix_connection(f"{folder}/runner.sock")
+            for session in ("s1", "s2"):
+                writer.write(f"GET {path} HTTP/1.1\r\n{upgrade}X-Opificia-Session: {session}\r\n\r\n".encode())
+            async with asyncio.timeout(10):
+                answer = await reader.read()
+            writer.close()
+            assert answer.count(b"HTTP/1.1 404") == 1
+        await app.cleanup()
+    assert asked == ["s1"]

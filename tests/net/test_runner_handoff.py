@@ -1,6 +1,7 @@
 """/runner: authenticated here, handed to control by splice, with the session's id and without its token."""
 
 import asyncio
+import contextlib
 import os
 import tempfile
 from collections.abc import AsyncIterator
@@ -12,6 +13,11 @@ import pytest
 from aiohttp import web
 
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+
+UPGRADE = (
+    b"Host: opificia-gateway\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
+    b"Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
+)
 
 
 @asynccontextmanager
@@ -116,3 +122,71 @@ async def test_a_revoked_sessions_runner_is_cut() -> None:
             async with asyncio.timeout(10):
                 message = await socket.receive()
             assert message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR)
+
+
+def request(target: bytes = b"/runner?session=s1") -> bytes:
+    return b"GET %b HTTP/1.1\r\n%bAuthorization: Bearer %b\r\n\r\n" % (target, UPGRADE, TOKEN.encode())
+
+
+@pytest.mark.parametrize(
+    ("answer", "status"),
+    [
+        (b"HTTP/1.1 404 Not Found\r\nContent-Length: 0\r\n\r\n", 503),
+        (b"HTTP/1.1 429 Too Many Requests\r\nContent-Length: 0\r\n\r\n", 429),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n", 503),
+        (b"HTTP/1.1 101 " + b"x" * 9000, 503),
+        (b"", 503),
+    ],
+)
+async def test_nothing_a_runner_sends_reaches_a_control_that_still_reads_requests(answer: bytes, status: int) -> None:
+    """It could be a request with `X-Opificia-Session` of another's, which control would believe."""
+    heard = bytearray()
+    ended = asyncio.Event()
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.extend(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(answer)
+        if answer:
+            # The gateway closes on an answer that it does not read to the end.
+            with contextlib.suppress(ConnectionResetError):
+                heard.extend(await reader.read())
+        ended.set()
+        writer.close()
+
+    forged = b"GET /runner HTTP/1.1\r\n%bX-Opificia-Session: s2\r\n\r\n" % UPGRADE
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        path = Path(folder) / "control.sock"
+        server = await asyncio.start_unix_server(serve, path)
+        path.chmod(0o666)
+        async with server:
+            with gateway_process({"runner": {"upstream": f"unix:{path}"}}) as gateway:
+                client = await gateway.client()
+                reply = await client.ask(request() + forged)
+                await client.close()
+                assert reply.status == status
+                async with asyncio.timeout(10):
+                    await ended.wait()
+                assert b"X-Opificia-Session: s1" in heard
+                assert b"s2" not in heard
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        b"&".join(b"field%d=1" % number for number in range(20)) + b"&session=s1",
+        b"session=s2&session=s1",
+        b"session=s1&other=1",
+        b"session=%731",
+        b"session=",
+        b"",
+    ],
+)
+async def test_a_target_that_is_not_exactly_the_one_given_to_sandboxes_names_no_session(query: bytes) -> None:
+    async with handing_gateway() as (gateway, seen):
+        client = await gateway.client()
+        reply = await client.ask(request(b"/runner?" + query))
+        await client.close()
+        assert reply.status == 401
+        assert not seen
+        assert "Traceback" not in gateway.log()
