@@ -6,9 +6,10 @@ async with ControlClient("unix:/run/opificia/api/control.sock") as control:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
+from time import monotonic
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self, TypeVar
 from urllib.parse import quote
@@ -96,9 +97,14 @@ class ControlClient:
         """Queue a session for its start."""
         return await self._call("POST", f"{_path(session)}/launch", SessionView)
 
-    async def get(self, session: str) -> SessionView:
-        """Return one session."""
-        return await self._call("GET", _path(session), SessionView)
+    async def get(self, session: str, patience_s: float = 0) -> SessionView:
+        """Return one session; a daemon that is away is waited for that long."""
+        patience = _Patience(patience_s)
+        while True:
+            try:
+                return await self._call("GET", _path(session), SessionView)
+            except ControlUnavailableError:
+                await patience.wait()
 
     async def list(self, states: Sequence[SessionState] = (), limit: int = 100, cursor: str = "") -> SessionPage:
         """Return a page of sessions, the newest first."""
@@ -113,11 +119,8 @@ class ControlClient:
 
     async def events(self, session: str, *, after: int = 0, follow: bool = True) -> AsyncIterator[EventView]:
         """Yield a session's events; with `follow`, until it has ended."""
-        query = [("after", str(after)), ("follow", str(int(follow)))]
-        async with self._request("GET", f"{_path(session)}/events", query=query) as answer:
-            async for line in _lines(answer):
-                if line.startswith(b"data: "):
-                    yield msgspec.json.decode(line[6:], type=EventView)
+        async for event in self._events(session, after, follow=follow):
+            yield event
 
     async def follow_events(self, session: str, patience_s: float) -> AsyncIterator[EventView]:
         """Yield a session's events to its end, across restarts of the daemon that take no longer than `patience_s`."""
@@ -125,9 +128,8 @@ class ControlClient:
         patience = _Patience(patience_s)
         while True:
             try:
-                async for event in self.events(session, after=number):
+                async for event in self._events(session, number, follow=True, opened=patience.renew):
                     number = event.number
-                    patience.renew()
                     yield event
             except ControlUnavailableError:
                 await patience.wait()
@@ -140,9 +142,8 @@ class ControlClient:
         patience = _Patience(patience_s)
         while True:
             try:
-                async for data in self.log(session, stream, offset=offset, follow=True):
+                async for data in self._log(session, stream, offset, follow=True, opened=patience.renew):
                     offset += len(data)
-                    patience.renew()
                     yield data
             except ControlUnavailableError:
                 await patience.wait()
@@ -157,10 +158,8 @@ class ControlClient:
 
     async def log(self, session: str, stream: str, *, offset: int = 0, follow: bool = False) -> AsyncIterator[bytes]:
         """Yield the bytes of one output."""
-        query = [("stream", stream), ("offset", str(offset)), ("follow", str(int(follow)))]
-        async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
-            async for chunk in _chunks(answer):
-                yield chunk
+        async for chunk in self._log(session, stream, offset, follow=follow):
+            yield chunk
 
     async def logs(self, session: str, *, follow: bool = False) -> AsyncIterator[LogLine]:
         """Yield both outputs, merged in the order in which they came."""
@@ -204,6 +203,27 @@ class ControlClient:
         """Return whether all parts of the host are there."""
         async with self._request("GET", "/health", accept=(503,)) as answer:
             return msgspec.json.decode(await answer.read(), type=Health)
+
+    async def _events(
+        self, session: str, after: int, *, follow: bool, opened: Callable[[], None] | None = None
+    ) -> AsyncIterator[EventView]:
+        query = [("after", str(after)), ("follow", str(int(follow)))]
+        async with self._request("GET", f"{_path(session)}/events", query=query) as answer:
+            if opened is not None:
+                opened()
+            async for line in _lines(answer):
+                if line.startswith(b"data: "):
+                    yield msgspec.json.decode(line[6:], type=EventView)
+
+    async def _log(
+        self, session: str, stream: str, offset: int, *, follow: bool, opened: Callable[[], None] | None = None
+    ) -> AsyncIterator[bytes]:
+        query = [("stream", stream), ("offset", str(offset)), ("follow", str(int(follow)))]
+        async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
+            if opened is not None:
+                opened()
+            async for chunk in _chunks(answer):
+                yield chunk
 
     async def _call(
         self,
@@ -254,19 +274,19 @@ class ControlClient:
 
 
 class _Patience:
-    """Bounds how long a daemon that is away is waited for."""
+    """Bounds how long a daemon that is away is waited for: each absence by itself, however long it was there between."""
 
     def __init__(self, seconds: float) -> None:
         self._seconds = seconds
         self._until: float | None = None
 
     def renew(self) -> None:
-        """Note that it is there."""
+        """Note that it is there. An answer's head tells: a session that is silent sends nothing more for hours."""
         self._until = None
 
     async def wait(self) -> None:
         """Wait before another try. Called while the failure is handled: raises it again when there was enough time."""
-        now = asyncio.get_running_loop().time()
+        now = monotonic()
         if self._until is None:
             self._until = now + self._seconds
         if now >= self._until:

@@ -180,7 +180,7 @@ async def _watch(client: ControlClient, session: str, progress: Progress) -> Ses
     finally:
         queueing.cancel()
         await asyncio.gather(queueing, return_exceptions=True)
-    return await client.get(session)
+    return await client.get(session, _PATIENCE_S)
 
 
 async def _watch_queue(client: ControlClient, session: str, progress: Progress) -> None:

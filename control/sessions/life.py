@@ -71,6 +71,9 @@ class Life:
 
     async def run(self) -> None:
         """Live to the end. Cancelling this leaves container and grant as they are, for the next start of the daemon."""
+        if self._adopted:
+            # Also of one that is to be ended: what it said since the last process is not kept yet.
+            self._follow_logs(self.record.life.container)
         self._steps = asyncio.create_task(self._live(), name=f"session-{self.record.id}")
         if self.record.life.ending is not None:
             self._steps.cancel()
@@ -112,8 +115,6 @@ class Life:
     async def _live(self) -> None:
         if not self._adopted:
             await self._launch()
-        else:
-            self._follow_logs(self.record.life.container)
         await self._watch(self.record.life.container)
 
     async def _launch(self) -> None:
