@@ -90,7 +90,9 @@ async def test_the_end_of_a_silent_session_is_told_through_two_restarts_far_apar
     assert numbers == [event.number async for event in counting.events(session, follow=False)]
 
 
-async def test_a_daemon_that_stays_away_is_not_waited_for_longer_than_said(host: Host, counting: CountingClient) -> None:
+async def test_a_daemon_that_stays_away_is_not_waited_for_longer_than_said(
+    host: Host, counting: CountingClient
+) -> None:
     session = await silent_session(host, host.root / "go")
 
     async def follow() -> None:
