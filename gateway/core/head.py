@@ -188,7 +188,7 @@ def _diagnose(data: bytes) -> NoReturn:
     good = _match_fields(rest)
     field = rest[good.end() :].partition(b"\r\n")[0] if good else rest
     if field.startswith((b" ", b"\t")):
-        _malformed("a header line is folded (RFC 9112 §5.2)")
+        _malformed("a header line is folded (RFC 9112 section 5.2)")
     if _match_name(field) is None:
         _malformed("a header name is not a token followed by a colon")
     _malformed("a header value holds a control character")

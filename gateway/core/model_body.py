@@ -18,6 +18,8 @@ from gateway.core.verdict import DenyReason
 # More than any model gives in one reply, and small enough to be summed up.
 _MAX_TOKENS: Final = 1 << 40
 _MAX_CHOICES: Final = 128
+# Providers know some thirty. A body of the largest size could hold millions: ten seconds of the loop, a gigabyte of memory.
+_MAX_KEYS: Final = 256
 
 
 class _Key:
@@ -29,11 +31,23 @@ class _Key:
         self.name = name
 
 
-def _make_key(_kind: type, name: Any) -> _Key:
-    return _Key(name)
+class _Pairs:
+    """Decodes one object after the other as its pairs, of which each has at most _MAX_KEYS."""
 
+    def __init__(self) -> None:
+        self._count = 0
+        self._decode = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=self._make_key).decode
 
-_decode_pairs: Final = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=_make_key).decode
+    def _make_key(self, _kind: type, name: Any) -> _Key:
+        self._count += 1
+        if self._count > _MAX_KEYS:
+            raise _BodyError("it has too many keys")
+        return _Key(name)
+
+    def of(self, body: bytes | msgspec.Raw) -> dict[_Key, msgspec.Raw]:
+        """Return the pairs. Raises _BodyError, and msgspec's errors."""
+        self._count = 0
+        return self._decode(body)
 
 
 # Stands for a value whose key is spelled in another case.
@@ -50,6 +64,9 @@ class BodyFacts:
 
 class _BodyError(Exception):
     """The body is not what the provider's API takes; the message says what."""
+
+
+_pairs: Final = _Pairs()
 
 
 def read_body(body: bytes, rule: BodyRule, models: Iterable[str], *, limits_tokens: bool) -> BodyFacts | ModelRefusal:
@@ -76,7 +93,7 @@ def read_body(body: bytes, rule: BodyRule, models: Iterable[str], *, limits_toke
 
 def _read_object(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     try:
-        pairs = _decode_pairs(body)
+        pairs = _pairs.of(body)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _BodyError("it is not a JSON object") from error
     fields: dict[str, msgspec.Raw] = {}

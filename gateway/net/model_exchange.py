@@ -73,7 +73,8 @@ class Exchange:
         self._left = ask.request.framing.length if isinstance(ask.request.framing, ContentLength) else 0
         # Whether request body bytes are still to come.
         self.receiving = self._chunks is not None or self._left > 0
-        self._held: list[bytes] = []
+        # A body that a rule must read. Its bytes stay counted until the provider's connection has taken them.
+        self._held = bytearray()
         self._held_bytes = 0
         self._pending: list[bytes] = []
         self._pending_bytes = 0
@@ -283,6 +284,7 @@ class Exchange:
         self._client.set_reading(False)
 
     def upstream_drained(self) -> None:
+        self._drop_held()
         self._client.set_reading(True)
 
     # --- ends
@@ -366,7 +368,7 @@ class Exchange:
         if not self._proxy.hold(len(body)):
             self.refuse(ModelRefusal(DenyReason.OVERLOADED, "The gateway holds too many request bodies; try again", 1))
             return
-        self._held.append(body)
+        self._held += body
         self._held_bytes += len(body)
         if not self.receiving:
             self._judge()
@@ -377,7 +379,8 @@ class Exchange:
         assert self._route.body is not None
         account = ask.session.model
         limits_tokens = self._route.metered and account.limits_tokens
-        body = b"".join(self._held)
+        body = bytes(self._held)
+        self._held = bytearray()
         facts = read_body(body, self._route.body, ask.session.grant.models, limits_tokens=limits_tokens)
         if isinstance(facts, ModelRefusal):
             self.refuse(facts)
@@ -392,7 +395,6 @@ class Exchange:
         self._open(b"content-length: %d\r\n" % len(body))
         self._send(body)
         self._flush()
-        self._drop_held()
 
     def _open(self, framing: bytes) -> None:
         ask = self._ask
@@ -431,6 +433,8 @@ class Exchange:
                 self._replay = self._replay + pending if self._replay_bytes <= MAX_REPLAY_BYTES else None
             size, self._pending, self._pending_bytes = self._pending_bytes, [], 0
             self._upstream.write(pending, size)
+            if self._held_bytes and not self._upstream.is_full:
+                self._drop_held()
         if not self.receiving and self._phase is Phase.SENDING:
             self._phase = Phase.WAITING
 
@@ -450,4 +454,4 @@ class Exchange:
     def _drop_held(self) -> None:
         self._proxy.unhold(self._held_bytes)
         self._held_bytes = 0
-        self._held.clear()
+        self._held = bytearray()

@@ -72,7 +72,7 @@ class UpstreamConnection(asyncio.Protocol):
     """One connection to the provider; serves one exchange at a time."""
 
     __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_paused", "_pool",
-                 "_reusable", "_settled", "_surplus", "_watch", "_written", "reused", "transport")  # fmt: skip
+                 "_reusable", "_settled", "_surplus", "_watch", "_written", "is_full", "reused", "transport")  # fmt: skip
 
     transport: asyncio.Transport
 
@@ -96,6 +96,8 @@ class UpstreamConnection(asyncio.Protocol):
         self._before = self._acknowledged()
         self._settled = 0
         self.reused = False
+        # Whether more was written than the peer takes at present.
+        self.is_full = False
 
     # --- for the exchange and the pool
 
@@ -187,10 +189,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._watch.close()
 
     def pause_writing(self) -> None:
+        self.is_full = True
         if self._owner is not None:
             self._owner.upstream_full()
 
     def resume_writing(self) -> None:
+        self.is_full = False
         if self._owner is not None:
             self._owner.upstream_drained()
 

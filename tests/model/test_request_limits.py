@@ -6,7 +6,7 @@ import json
 import pytest
 
 from tests.model.harness import running_proxy, until
-from tests.model.wire import Peer, ask, chunked, connected, request, scripted
+from tests.model.wire import Peer, ask, chunked, connected, reply, request, scripted
 from tests.support.provider import FakeProvider
 
 SMALL = {"max_request_bytes": 100_000}
@@ -231,3 +231,34 @@ async def test_bodies_held_for_a_rule_have_a_deadline_and_a_cap_all_together(pro
             assert (await ask(proxy.port, request(b'{"model":"fake-model"}'))).status == 200
             assert (await first.reply()).status == 408
             assert proxy.gateway.model.held_bytes == 0
+
+
+async def test_a_body_that_was_held_counts_until_the_provider_has_taken_it() -> None:
+    """A sandbox fills memory faster than a line to a provider empties it."""
+    reading = asyncio.Event()
+
+    async def handler(peer: Peer) -> None:
+        await reading.wait()
+        await peer.request()
+        await peer.send(reply(b"{}"))
+
+    body = b'{"model":"fake-model","padding":"' + b"x" * (24 << 20) + b'"}'
+    limits = {"max_held_body_bytes": len(body) + 1000}
+    async with scripted(handler) as upstream, running_proxy(upstream.url, limits=limits, models=("fake-*",)) as proxy:
+        async with connected(proxy.port) as first:
+            await first.send(request(body))
+            await until(lambda: upstream.requests == 0 and len(upstream.received) == 1)
+            assert (await ask(proxy.port, request(b"x" * 1001))).status == 503
+            assert proxy.gateway.model.held_bytes == len(body)
+            reading.set()
+            assert (await first.reply()).status == 200
+            assert proxy.gateway.model.held_bytes == 0
+
+
+async def test_a_body_of_very_many_keys_is_refused_before_it_is_taken_apart(provider: FakeProvider) -> None:
+    """A million keys would take seconds, in which nobody else is served, and a gigabyte of memory."""
+    keys = b"".join(b',"%x":1' % number for number in range(1 << 20))
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", models=("fake-*",)) as proxy:
+        answer = await ask(proxy.port, request(b'{"model":"fake-model"' + keys + b"}"))
+        assert answer.status == 400
+        assert "too many keys" in json.loads(answer.body)["error"]["message"]
