@@ -27,6 +27,8 @@ MAX_QUEUED_LINES: Final = 200_000
 # A host name is at most 253 bytes; a longer text is not a name and only there to fill the disk.
 MAX_HOST_CHARS: Final = 260
 FLUSH_INTERVAL_S: Final = 0.05
+# How often it is said that lines are lost; the metric counts them all.
+COMPLAIN_EVERY_S: Final = 10.0
 
 
 class ModelCost(msgspec.Struct, frozen=True):
@@ -82,6 +84,7 @@ class AuditLog:
         self._wake = threading.Event()
         self._stopping = False
         self.lost = 0
+        self._quiet_until = 0.0
         self._thread: threading.Thread | None = None
         if self._directory is not None:
             self._thread = threading.Thread(target=self._run, name="audit", daemon=True)
@@ -147,32 +150,37 @@ class AuditLog:
 
     def _flush(self) -> None:
         batches: dict[str, list[bytes]] = {}
-        while self._queue:
+        # No more than there is now: whoever writes on and on must not keep the first line from the disk.
+        for _ in range(len(self._queue)):
             session, at, line = self._queue.popleft()
             encoded = self._encode(AuditLine(datetime.fromtimestamp(at, UTC), session, *line))
             batches.setdefault(session, []).append(encoded + b"\n")
         for session, lines in batches.items():
-            try:
-                self._append(session, lines)
-            except OSError as error:
-                self.lost += len(lines)
-                log.error("egress log of session %s cannot be written: %s", session, error.strerror)
+            self._append(session, lines)
 
     def _append(self, session: str, lines: list[bytes]) -> None:
-        file = self._open(session)
+        try:
+            file = self._open(session)
+        except OSError as error:
+            self._lose(session, len(lines), error)
+            return
         room = self._max_lines - file.lines
         if room < 0:
             return
-        data = b"".join(lines[:room])
-        count = min(len(lines), room)
         if len(lines) > room:
             end = {"ts": datetime.now(UTC), "session": session, "event": "log_full", "max_lines": self._max_lines}
-            data += self._encode(end) + b"\n"
-            count += 1
-        view = memoryview(data)
-        while view:
-            view = view[os.write(file.fd, view) :]
+            lines = [*lines[:room], self._encode(end) + b"\n"]
+        count, problem = _write_lines(file.fd, b"".join(lines))
         file.lines += count
+        if problem is not None:
+            self._lose(session, len(lines) - count, problem)
+
+    def _lose(self, session: str, count: int, error: OSError) -> None:
+        self.lost += count
+        now = time.monotonic()
+        if now >= self._quiet_until:
+            self._quiet_until = now + COMPLAIN_EVERY_S
+            log.error("egress log of session %s cannot be written, %d lines lost: %s", session, self.lost, error.strerror)
 
     def _open(self, session: str) -> _File:
         file = self._files.get(session)
@@ -195,9 +203,29 @@ class AuditLog:
         return file
 
 
+def _write_lines(fd: int, data: bytes) -> tuple[int, OSError | None]:
+    """Append lines; return how many are in the file whole, and what kept the others out."""
+    written = 0
+    try:
+        while written < len(data):
+            written += os.write(fd, memoryview(data)[written:])
+    except OSError as error:
+        # What a full disk took of a line would make one broken line of it and of the next one that fits.
+        torn = written - (data.rfind(b"\n", 0, written) + 1)
+        if torn:
+            with contextlib.suppress(OSError):
+                os.ftruncate(fd, os.fstat(fd).st_size - torn)
+        return data.count(b"\n", 0, written), error
+    return data.count(b"\n"), None
+
+
 def _count_lines(fd: int) -> int:
-    """Count the lines already there: the limit holds across restarts."""
-    lines = 0
+    """Count the lines already there: the limit holds across restarts. A line that a crash cut is ended."""
+    lines, end = 0, b"\n"
     while chunk := os.read(fd, 1 << 20):
         lines += chunk.count(b"\n")
+        end = chunk[-1:]
+    if end != b"\n":
+        os.write(fd, b"\n")
+        lines += 1
     return lines

@@ -2,6 +2,7 @@
 
 import json
 import os
+import resource
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,37 @@ def test_a_full_disk_loses_lines_and_says_so_but_not_the_process(tmp_path: Path)
     write(log)
     log.close()
     assert log.lost == 1
+
+
+def test_a_disk_that_fills_in_mid_line_leaves_whole_lines_only(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    log = AuditLog(str(tmp_path), 10_000)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_001, hard))
+    try:
+        for _ in range(1000):
+            write(log)
+        log.close()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    written = len(lines(tmp_path))
+    assert 0 < written < 1000
+    assert log.lost == 1000 - written
+    # The next one begins a line of its own, and only lines that are there count.
+    log = AuditLog(str(tmp_path), written + 1)
+    for _ in range(3):
+        write(log)
+    log.close()
+    assert [line["event"] for line in lines(tmp_path)[written:]] == ["refuse", "log_full"]
+
+
+def test_a_line_that_a_crash_cut_takes_no_other_with_it(tmp_path: Path) -> None:
+    (tmp_path / "s1.log").write_text('{"ts":"2026')
+    log = AuditLog(str(tmp_path), 10)
+    write(log)
+    log.close()
+    cut, whole = (tmp_path / "s1.log").read_text().splitlines()
+    assert cut == '{"ts":"2026'
+    assert json.loads(whole)["event"] == "refuse"
 
 
 def test_without_a_directory_nothing_is_written() -> None:
