@@ -180,7 +180,9 @@ class AuditLog:
         now = time.monotonic()
         if now >= self._quiet_until:
             self._quiet_until = now + COMPLAIN_EVERY_S
-            log.error("egress log of session %s cannot be written, %d lines lost: %s", session, self.lost, error.strerror)
+            log.error(
+                "egress log of session %s cannot be written, %d lines lost: %s", session, self.lost, error.strerror
+            )
 
     def _open(self, session: str) -> _File:
         file = self._files.get(session)
