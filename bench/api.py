@@ -26,7 +26,8 @@ from bench.records import Record, Run
 from control.app import Control, serve
 from control.client import ControlClient
 from control.config import ControlConfig
-from control.db.store import Store, StoredSession
+from control.db.rows import StoredSession
+from control.db.store import Store
 from control.docker.types import EngineInfo
 from control.plan.session import Exit, Reason, Session, SessionState
 from control.sessions.engine import Engine
@@ -62,6 +63,8 @@ def _config(root: Path, url: str) -> ControlConfig:
         f'listen.runner = "unix:{root}/runner.sock"',
         f'gateway.contract = "unix:{root}/gateway.sock"',
     ]
+    # All that are stored ended long ago.
+    lines += [f"limits.{name} = 0" for name in ("keep_ended_ms", "keep_ended_sessions", "keep_ended_bytes")]
     return parse("\n".join(lines), ControlConfig)
 
 

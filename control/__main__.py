@@ -9,7 +9,8 @@ from pathlib import Path
 
 from control.app import Control, StartError, host_id, serve
 from control.config import DEFAULT_PATH, ControlConfig, load_config
-from control.db.store import Store, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.store import Store
 from control.docker.service import DockerService
 from control.docker.types import EngineError
 from control.plan.reconcile import Action

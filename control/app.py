@@ -20,7 +20,8 @@ from control import VERSION
 from control.api.server import api_application
 from control.api.types import Health
 from control.config import ControlConfig, unix_path
-from control.db.store import Store, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.store import Store
 from control.docker.seccomp import default_seccomp_profile
 from control.docker.types import EngineError
 from control.link import GatewayLink, UsageBook
@@ -173,6 +174,7 @@ class Control:
             runner_path=Path(reference_runner.__file__),
             container_plan=container_plan,
             host_problems=self._host.problems,
+            detect_only=config.docker.detect_only,
         )
         manager = SessionManager(
             services, self.store, Admission(capacity), config.bounds(capacity), config.data / "sessions"
@@ -220,6 +222,7 @@ class Control:
             await self.store.ping()
         except StoreUnavailableError as error:
             problems.append(f"{error}; check the database")
+        problems += manager.strays
         return Health(
             status="degraded" if problems else "ok",
             version=VERSION,

@@ -21,6 +21,12 @@ RESERVED_MEMORY_BYTES: Final = 2 * GIB
 CPU_OVERBOOKING: Final = 4
 
 
+# Limits for which 0 means none.
+_NO_LIMIT: Final = frozenset(
+    {"max_running", "never_launched_ms", "keep_ended_ms", "keep_ended_sessions", "keep_ended_bytes"}
+)
+
+
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of settings that checks itself: one ValueError, a line for each problem."""
 
@@ -137,11 +143,7 @@ class _Docker(DockerSettings, frozen=True, forbid_unknown_fields=True, kw_only=T
 class _Limits(ControlLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
     def __post_init__(self) -> None:
         negative = [name for name in self.__struct_fields__ if getattr(self, name) < 0]
-        zero = [
-            name
-            for name in self.__struct_fields__
-            if getattr(self, name) == 0 and name not in ("max_running", "keep_ended_ms")
-        ]
+        zero = [name for name in self.__struct_fields__ if getattr(self, name) == 0 and name not in _NO_LIMIT]
         problems = [f"{name}: must not be negative" for name in negative]
         problems += [f"{name}: must be above 0" for name in zero]
         if problems:

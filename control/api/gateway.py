@@ -8,7 +8,8 @@ from control.api.problems import ProblemError
 from control.api.sessions import json_response, read_body
 from control.api.types import EgressCheck, EgressChecked, GatewaySession, GatewayView
 from control.link import GatewayLink
-from control.sessions.manager import NoSuchSessionError, SessionManager
+from control.sessions.manager import SessionManager
+from control.sessions.refusals import NoSuchSessionError
 from control.spec import SessionPolicy, policy_of, policy_problems
 from gateway.contract.ids import is_session_id
 

@@ -7,13 +7,14 @@ import msgspec
 from aiohttp import web
 
 from control.api.types import Problem
-from control.db.store import KeyReusedError, SessionExistsError, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.store import KeyReusedError, SessionExistsError
 from control.docker.types import EngineError
 from control.link import GatewayUnavailableError, GrantRefusedError
 from control.plan.admission import AdmissionError
 from control.runner.channel import NotAllowedError
 from control.sessions.folders import InputError
-from control.sessions.manager import InvalidSpecError, NoSuchSessionError, WrongStateError
+from control.sessions.refusals import InvalidSpecError, NoSuchSessionError, WrongStateError
 
 log = logging.getLogger(__name__)
 

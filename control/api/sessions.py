@@ -12,7 +12,8 @@ from aiohttp import web
 from control.api.problems import ProblemError
 from control.api.types import SessionPage, SessionView, StopRequest
 from control.api.views import session_view
-from control.db.store import StoredSession, request_digest
+from control.db.rows import StoredSession
+from control.db.store import request_digest
 from control.plan.session import SessionState
 from control.sessions.manager import SessionManager
 from control.spec import SandboxSpec

@@ -1,7 +1,7 @@
 """From what is stored to what the API shows."""
 
 from control.api.types import SessionView, rfc3339
-from control.db.store import StoredSession
+from control.db.rows import StoredSession
 from gateway.contract.policy import Usage
 
 

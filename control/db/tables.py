@@ -36,8 +36,11 @@ sessions = Table(
     Column("last_event", Integer, nullable=False),
     # The container and its volume are gone: nothing is left to clean up.
     Column("cleaned", Boolean, nullable=False),
+    Column("ended_at", BigInteger),
+    # What its folder takes of the disk; unknown until it was measured, after the end.
+    Column("kept_bytes", BigInteger),
     Index(None, "state", "position"),
-    Index(None, "cleaned"),
+    Index(None, "cleaned", "ended_at"),
 )
 
 events = Table(

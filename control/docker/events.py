@@ -1,8 +1,9 @@
 """What happens to this installation's containers, as the engine tells it, for those who wait for one of them.
 
 One stream serves all. It may break (the engine restarts) or miss something, so an event only wakes: the truth is what
-an inspection then says. `generation` counts the breaks, which tells a reader of another stream whether that one ended
-by itself or with the engine.
+an inspection then says. A stream that broke is resumed behind the last event that came (`since`), and whoever waits looks
+again, for an engine that was restarted remembers nothing. `generation` counts the breaks, which tells a reader of another
+stream whether that one ended by itself or with the engine.
 """
 
 import asyncio
@@ -31,6 +32,7 @@ class Events:
         self._waiters: dict[str, set[asyncio.Event]] = {}
         self._task: asyncio.Task[None] | None = None
         self._listening = asyncio.Event()
+        self._since = ""
         self.generation = 0
 
     async def close(self) -> None:
@@ -67,7 +69,7 @@ class Events:
         retry_s = _RETRY_FIRST_S
 
         def consume(stream: Stream) -> None:
-            loop.call_soon_threadsafe(self._listening.set)
+            loop.call_soon_threadsafe(self._opened)
             pending = b""
             while data := stream.read():
                 *lines, pending = (pending + data).split(b"\n")
@@ -75,27 +77,41 @@ class Events:
                     raise EngineError("An event of the engine is longer than any of them can be.")
                 for line in lines:
                     if line:
-                        loop.call_soon_threadsafe(self._wake, _container(line))
+                        loop.call_soon_threadsafe(self._take, *_parsed(line))
 
         while True:
             began = loop.time()
+            query = {"filters": self._filters} | ({"since": self._since} if self._since else {})
             with contextlib.suppress(EngineError):
-                await self._engine.in_thread("GET", "/events", {"filters": self._filters}, consume)
+                await self._engine.in_thread("GET", "/events", query, consume)
             self.generation += 1
             self._listening.clear()
-            for container in list(self._waiters):
-                self._wake(container)
+            self._wake_all()
             # An engine that was there for a while is looked for at once, one that stays away less and less often.
             retry_s = _RETRY_FIRST_S if loop.time() - began > _RETRY_MOST_S else min(retry_s * 2, _RETRY_MOST_S)
             await asyncio.sleep(retry_s)
 
-    def _wake(self, container: str) -> None:
+    def _opened(self) -> None:
+        self._listening.set()
+        if self.generation:
+            self._wake_all()
+
+    def _take(self, container: str, since: str) -> None:
+        self._since = since or self._since
         for wake in self._waiters.get(container, ()):
             wake.set()
 
+    def _wake_all(self) -> None:
+        for waiters in self._waiters.values():
+            for wake in waiters:
+                wake.set()
 
-def _container(line: bytes) -> str:
+
+def _parsed(line: bytes) -> tuple[str, str]:
+    """Return an event's container and its time as `since` takes it: seconds and nanoseconds. Empty: it has none."""
     try:
-        return str(json.loads(line)["Actor"]["ID"])
+        event = json.loads(line)
+        seconds, nanoseconds = divmod(int(event["timeNano"]), 1_000_000_000)
+        return str(event["Actor"]["ID"]), f"{seconds}.{nanoseconds:09d}"
     except (ValueError, KeyError, TypeError):
-        return ""
+        return "", ""

@@ -126,11 +126,13 @@ class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
 class DockerSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """The `[docker]` table: where the engine is and who makes the host's part.
 
-    `manage_host` lets the daemon itself make network, forwarder and rules; otherwise it only verifies them.
+    `manage_host` lets the daemon itself make network, forwarder and rules; otherwise it only verifies them. With
+    `detect_only` containers and volumes that belong to no session are told of and left as they are.
     """
 
     socket: str = "/run/docker.sock"
     manage_host: bool = False
+    detect_only: bool = False
 
     def problems(self) -> list[str]:
         """Return every problem as a sentence that begins with the field."""

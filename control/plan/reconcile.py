@@ -8,11 +8,15 @@ from control.plan.session import Session, SessionState
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """A container of this installation, as the engine shows it. `ran`: it was started once."""
+    """A container of this installation, as the engine shows it. `ran`: it was started once.
+
+    `policy` is the digest of the policy under which it was made, as its label says.
+    """
 
     id: str
     session: str
     ran: bool
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,18 @@ class Requeue:
 @dataclass(frozen=True, slots=True)
 class Adopt:
     """The session's container was started: follow it to its end, or take down what has ended meanwhile."""
+
+    session: str
+    container: str
+
+
+@dataclass(frozen=True, slots=True)
+class Refuse:
+    """The session's container was made under another policy than the session has now: follow it, and end it at once.
+
+    The gateway would enforce the stored policy on what was started under another one: a database that was set back may have
+    made the session anew, or somebody has changed it. Neither is ours to grant.
+    """
 
     session: str
     container: str
@@ -54,13 +70,15 @@ class RemoveStray:
     ran: bool
 
 
-Action = Requeue | Adopt | Fail | CleanUp | RemoveStray
+Action = Requeue | Adopt | Refuse | Fail | CleanUp | RemoveStray
 
 
-def reconcile(sessions: Mapping[str, Session], containers: Iterable[Found]) -> list[Action]:
+def reconcile(
+    sessions: Mapping[str, Session], policies: Mapping[str, str], containers: Iterable[Found]
+) -> list[Action]:
     """Return what to do, sessions in the order given (which is the order of the queue), then stray containers.
 
-    `sessions` are those that are not cleaned up.
+    `sessions` are those that are not cleaned up, `policies` the digests of what they are to be granted.
     """
     found = {container.id: container for container in containers}
     by_session = {container.session: container for container in found.values()}
@@ -84,7 +102,8 @@ def reconcile(sessions: Mapping[str, Session], containers: Iterable[Found]) -> l
             actions.append(RemoveStray(container.id, name, ran=False))
             claimed.add(container.id)
         else:
-            actions.append(Adopt(name, container.id))
+            same = container.policy == policies[name]
+            actions.append(Adopt(name, container.id) if same else Refuse(name, container.id))
             claimed.add(container.id)
     strays = [container for container in found.values() if container.id not in claimed]
     ended = {name for name, life in sessions.items() if life.state.final}

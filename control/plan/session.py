@@ -61,7 +61,9 @@ class Reason(enum.StrEnum):
     RUNNER_LOST = "runner_lost"
     SHUTDOWN_TIMEOUT = "shutdown_timeout"
     ORPHANED = "orphaned"
+    POLICY_MISMATCH = "policy_mismatch"
     # Never came to run.
+    NEVER_LAUNCHED = "never_launched"
     IMAGE_MISSING = "image_missing"
     IMAGE_UNUSABLE = "image_unusable"
     GRANT_REFUSED = "grant_refused"

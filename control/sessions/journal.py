@@ -9,7 +9,7 @@ from pathlib import Path
 
 import msgspec
 
-from control.db.store import StoredEvent
+from control.db.rows import StoredEvent
 
 _decoder = msgspec.json.Decoder(StoredEvent)
 

@@ -43,6 +43,8 @@ class Services:
     container_plan: Callable[[SandboxPlan], ContainerPlan]
     # Problems of the host for which nothing may start, empty when it is ready.
     host_problems: Callable[[], Awaitable[list[str]]]
+    # What belongs to no session is told of, not removed.
+    detect_only: bool = False
 
 
 class EndError(Exception):

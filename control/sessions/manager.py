@@ -9,11 +9,14 @@ from typing import Any, Final
 
 import msgspec
 
-from control.db.store import Store, StoredSession, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.rows import StoredSession
+from control.db.store import Store
 from control.docker.types import EngineError, NotFoundError
 from control.plan.admission import Admission, Demand
-from control.plan.grants import grant_for, total
-from control.plan.reconcile import Adopt, CleanUp, Fail, RemoveStray, Requeue, reconcile
+from control.plan.grants import grant_for, policy_digest, total
+from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, RemoveStray, Requeue, reconcile
+from control.plan.retention import Keep
 from control.plan.session import (
     ContainerCreated,
     Ended,
@@ -28,35 +31,22 @@ from control.plan.session import (
 from control.runner.channel import Channel, RunHandle
 from control.runner.messages import Run
 from control.sessions import folders
+from control.sessions.expiry import Expiry
 from control.sessions.launch import Services
 from control.sessions.life import Life
 from control.sessions.record import Record, now_ms
+from control.sessions.refusals import InvalidSpecError, NoSuchSessionError, WrongStateError
 from control.sessions.retention import Retention
 from control.sessions.strays import Strays
+from control.sessions.usage import UsageKeeper
 from control.spec import Bounds, SandboxSpec, spec_problems
 from gateway.contract.ids import new_session_id, new_token, token_sha256
 from gateway.contract.policy import Usage
 
 log = logging.getLogger(__name__)
 
-# How often usage goes to the store.
-USAGE_S: Final = 2.0
-
-
-class InvalidSpecError(Exception):
-    """The spec cannot be accepted; `problems` says why, one sentence each."""
-
-    def __init__(self, problems: list[str]) -> None:
-        super().__init__("; ".join(problems))
-        self.problems = problems
-
-
-class NoSuchSessionError(Exception):
-    """There is no session with this id."""
-
-
-class WrongStateError(Exception):
-    """The session's state does not allow this; the message says both."""
+# How soon a clean-up that failed is tried again.
+RETRY_S: Final = 2.0
 
 
 class SessionManager:
@@ -70,8 +60,12 @@ class SessionManager:
         self._services = services
         self._bounds = bounds
         self._folder = sessions_folder
-        self._strays = Strays(services.engine, services.limits, sessions_folder)
-        self._retention = Retention(store, sessions_folder, services.limits.keep_ended_ms)
+        self._strays = Strays(services.engine, services.limits, sessions_folder, services.detect_only)
+        limits = services.limits
+        keep = Keep(limits.keep_ended_ms, limits.keep_ended_sessions, limits.keep_ended_bytes)
+        self._retention = Retention(store, sessions_folder, keep)
+        self._usage = UsageKeeper(store, services.link.usage)
+        self._expiry = Expiry(self.records, self._expire, limits.never_launched_ms)
         self._records: dict[str, Record] = {}
         self._lives: dict[str, Life] = {}
         self._addresses: dict[str, IPv4Address] = {}
@@ -134,7 +128,8 @@ class SessionManager:
         await asyncio.to_thread(folders.make, record.folder)
         if self.admission.position(session) is not None:
             return record.view()
-        if record.life.state is SessionState.CREATED:
+        queued = record.life.state is SessionState.CREATED
+        if queued:
             self.admission.enqueue(session, Demand(record.stored.memory_bytes, record.stored.cpus))
         try:
             result = await self._services.recorder.record(record, LaunchRequested(), patient=False)
@@ -142,6 +137,9 @@ class SessionManager:
             self.admission.leave(session)
             raise
         if isinstance(result, NotAllowed):
+            if queued:
+                # Somebody has ended it meanwhile.
+                self.admission.leave(session)
             raise WrongStateError(f"only a created session can be launched; this one is {result.state}")
         self._admit()
         return record.view()
@@ -154,9 +152,15 @@ class SessionManager:
             await life.end(Reason.STOPPED_BY_USER, grace_ms=grace_ms)
         elif not record.life.state.final:
             self.admission.leave(session)
-            await self._services.recorder.record(record, EndRequested(Reason.STOPPED_BY_USER))
-            self._spawn(self._clean(record), f"clean-{session}")
+            await self._end_unlaunched(record, EndRequested(Reason.STOPPED_BY_USER))
         return record.view()
+
+    async def _expire(self, record: Record, message: str) -> None:
+        await self._end_unlaunched(record, EndRequested(Reason.NEVER_LAUNCHED, message))
+
+    async def _end_unlaunched(self, record: Record, event: EndRequested) -> None:
+        await self._services.recorder.record(record, event)
+        self._spawn(self._clean(record), f"clean-{record.id}")
 
     async def run_command(self, session: str, run: Run) -> RunHandle:
         """Run a command in a connected session. Raises NoSuchSessionError, NotAllowedError, WrongStateError."""
@@ -198,6 +202,11 @@ class SessionManager:
     def records(self) -> list[Record]:
         """Return all sessions that are not cleaned up yet."""
         return list(self._records.values())
+
+    @property
+    def strays(self) -> tuple[str, ...]:
+        """What belongs to no session and was left as it is, one sentence each."""
+        return tuple(self._strays.left.values())
 
     @property
     def addresses_held(self) -> int:
@@ -249,11 +258,12 @@ class SessionManager:
         """Live with all sessions until cancelled; containers then stay as they are."""
         async with asyncio.TaskGroup() as group:
             self._group = group
-            group.create_task(self._store_usage(), name="usage")
+            group.create_task(self._usage.run(), name="usage")
             await self._reconcile()
             self._ready.set()
             group.create_task(self._strays.sweep(self._records.__contains__), name="strays")
             group.create_task(self._retention.sweep(), name="retention")
+            group.create_task(self._expiry.run(), name="expiry")
 
     async def ready(self) -> None:
         """Return when what an earlier process left is taken up."""
@@ -261,17 +271,21 @@ class SessionManager:
 
     async def _reconcile(self) -> None:
         found = await self._strays.containers()
-        for action in reconcile({name: record.life for name, record in self._records.items()}, found):
+        lives = {name: record.life for name, record in self._records.items()}
+        policies = {name: policy_digest(record.spec) for name, record in self._records.items()}
+        for action in reconcile(lives, policies, found):
             log.info("after the restart: %s", action)
             match action:
                 case Requeue(session):
                     record = self._records[session]
                     self.admission.enqueue(session, Demand(record.stored.memory_bytes, record.stored.cpus))
                 case Adopt(session, container):
+                    await self._begin(self._records[session], container)
+                case Refuse(session, container):
+                    message = f"its container {container[:12]} was made under another policy than the session's"
                     record = self._records[session]
-                    if not record.life.container:
-                        await self._services.recorder.record(record, ContainerCreated(container, ""))
-                    self._begin(record)
+                    await self._services.recorder.record(record, EndRequested(Reason.POLICY_MISMATCH, message))
+                    await self._begin(record, container)
                 case Fail(session, vanished):
                     self._spawn(self._fail(self._records[session], vanished), f"fail-{session}")
                 case CleanUp(session):
@@ -315,7 +329,9 @@ class SessionManager:
         del self._lives[record.id]
         await self._clean(record)
 
-    def _begin(self, record: Record) -> None:
+    async def _begin(self, record: Record, container: str) -> None:
+        if not record.life.container:
+            await self._services.recorder.record(record, ContainerCreated(container, ""))
         self.admission.hold(record.id, Demand(record.stored.memory_bytes, record.stored.cpus))
         self._lives[record.id] = Life(record, self._services)
         self._spawn(self._adopt(record, self._lives[record.id]), f"session-{record.id}")
@@ -342,7 +358,7 @@ class SessionManager:
                 pass
             except EngineError as error:
                 log.warning("session %s cannot be cleaned up, trying again: %s", session, error)
-                await asyncio.sleep(USAGE_S)
+                await asyncio.sleep(RETRY_S)
                 continue
             break
         if record.life.address:
@@ -350,14 +366,14 @@ class SessionManager:
         # Given back only now: nobody is granted it any more.
         while True:
             try:
-                await self._put_usage()
+                await self._usage.put()
                 await self.store.release_address(session)
                 if self._services.recorder.is_stored(record):
                     await self.store.mark_cleaned(session)
                     break
             except StoreUnavailableError as error:
                 log.debug("session %s waits for the database: %s", session, error)
-            await asyncio.sleep(USAGE_S)
+            await asyncio.sleep(RETRY_S)
         self._addresses.pop(session, None)
         self._records.pop(session, None)
         self._services.link.usage.forget(session)
@@ -375,23 +391,3 @@ class SessionManager:
         if stored is None:
             raise NoSuchSessionError(session)
         return Record(stored, self._folder / session)
-
-    async def _store_usage(self) -> None:
-        while True:
-            await asyncio.sleep(USAGE_S)
-            try:
-                await self._put_usage()
-            except StoreUnavailableError as error:
-                log.debug("usage waits for the database: %s", error)
-
-    async def _put_usage(self) -> None:
-        book = self._services.link.usage
-        changed = book.take_unstored()
-        while changed:
-            session, epoch, used = changed.pop()
-            try:
-                await self.store.put_usage(session, epoch, used)
-            except BaseException:
-                for each in ((session, epoch, used), *changed):
-                    book.not_stored(each[0], each[1])
-                raise

@@ -5,7 +5,8 @@ from pathlib import Path
 from typing import assert_never
 
 from control.db.store import Store
-from control.plan.reconcile import Action, Adopt, CleanUp, Fail, RemoveStray, Requeue, reconcile
+from control.plan.grants import policy_digest
+from control.plan.reconcile import Action, Adopt, CleanUp, Fail, Refuse, RemoveStray, Requeue, reconcile
 from control.sessions import journal
 from control.sessions.engine import Engine
 from control.sessions.record import replay
@@ -17,12 +18,13 @@ async def preview(store: Store, engine: Engine, sessions_folder: Path) -> list[A
 
     While a daemon runs, what lives is what it would take up again. Raises StoreUnavailableError, EngineError.
     """
-    lives = {}
+    lives, policies = {}, {}
     for stored in await store.unfinished():
+        policies[stored.id] = policy_digest(stored.spec)
         path = sessions_folder / stored.id / "events.jsonl"
         events = await asyncio.to_thread(journal.read, path, stored.last_event, repair=False)
         lives[stored.id], _ = replay(stored.life, stored.last_event, events)
-    return reconcile(lives, await sandboxes(engine))
+    return reconcile(lives, policies, await sandboxes(engine))
 
 
 def describe(action: Action) -> str:
@@ -32,6 +34,11 @@ def describe(action: Action) -> str:
             return f"session {session} would wait for room again"
         case Adopt(session, container):
             return f"session {session} would be taken up with its container {container[:12]}"
+        case Refuse(session, container):
+            return (
+                f"session {session} would be ended, its logs and results kept: its container {container[:12]} was made under "
+                "another policy"
+            )
         case Fail(session, vanished):
             why = "its container is gone" if vanished else "its launch was cut off"
             return f"session {session} would be marked failed: {why}"

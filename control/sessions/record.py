@@ -13,7 +13,9 @@ from typing import Any, Final
 
 import msgspec
 
-from control.db.store import Store, StoredEvent, StoredSession, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.rows import StoredEvent, StoredSession
+from control.db.store import Store
 from control.plan.session import Event, NotAllowed, Session, advance
 from control.sessions import journal
 

@@ -1,6 +1,6 @@
-"""Forgets sessions that ended long ago: their folder first, then their record, so that a crash in between leaves nothing behind.
+"""Forgets sessions that ended: their folder, then their record. A live session is never touched.
 
-The gateway's egress logs are the gateway's files; systemd-tmpfiles ages them (systemd/tmpfiles).
+The folder goes first: a record without a folder is forgotten at the next try, a folder without a record would stay for ever.
 """
 
 import asyncio
@@ -8,48 +8,64 @@ import logging
 from pathlib import Path
 from typing import Final
 
-from control.db.store import Store, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.store import Store
+from control.plan.retention import Keep, to_forget
 from control.sessions import folders
 from control.sessions.record import now_ms
 
 log = logging.getLogger(__name__)
 
-# Ages are days: hourly is often enough.
-SWEEP_S: Final = 3600.0
+# How much a burst of sessions may leave beyond the limits before it is noticed.
+SWEEP_S: Final = 60.0
 # So many are read and forgotten at once; the database serves others in between.
 BATCH: Final = 100
 
 
 class Retention:
-    """Keeps ended sessions for `keep_ms`; 0 keeps them for ever."""
+    """Keeps ended sessions within what is allowed."""
 
-    def __init__(self, store: Store, sessions_folder: Path, keep_ms: int) -> None:
+    def __init__(self, store: Store, sessions_folder: Path, keep: Keep) -> None:
         self._store = store
         self._folder = sessions_folder
-        self._keep_ms = keep_ms
+        self._keep = keep
 
     async def sweep(self) -> None:
-        """Forget what is old enough, every so often, until cancelled."""
-        while self._keep_ms:
+        """Forget what is too old or too much, every so often, until cancelled."""
+        while True:
             try:
-                count = await self.forget(now_ms() - self._keep_ms)
+                count = await self.enforce(now_ms())
             except (StoreUnavailableError, OSError) as error:
                 log.warning("old sessions cannot be forgotten now: %s", error)
             else:
                 if count:
-                    log.info("%d sessions that ended long ago are forgotten", count)
+                    log.info("%d sessions that ended are forgotten", count)
             await asyncio.sleep(SWEEP_S)
 
-    async def forget(self, before_ms: int) -> int:
-        """Forget all sessions that ended before a time; return how many. Raises StoreUnavailableError, OSError."""
-        count = 0
-        while old := await self._store.ended_before(before_ms, BATCH):
-            for session in old:
-                folder = self._folder / session
-                await asyncio.to_thread(folders.remove, folder)
-                if await asyncio.to_thread(folder.exists):
-                    # Its record is all that still says whose files these are.
-                    raise OSError(f"{folder} cannot be removed")
-            await self._store.forget(old)
-            count += len(old)
-        return count
+    async def enforce(self, at_ms: int) -> int:
+        """Forget what is too old or too much at a time; return how many. Raises StoreUnavailableError, OSError."""
+        if self._keep.bytes:
+            await self._measure()
+        forgotten = 0
+        while True:
+            count, size = await self._store.kept()
+            oldest = await self._store.oldest_kept(BATCH)
+            if not (old := to_forget(oldest, count, size, self._keep, at_ms)):
+                return forgotten
+            await self._forget(old)
+            forgotten += len(old)
+
+    async def _measure(self) -> None:
+        """Note what the folders of those take that ended since the last look; a folder does not change after the end."""
+        while unmeasured := await self._store.unmeasured(BATCH):
+            sizes = {each: await asyncio.to_thread(folders.size, self._folder / each) for each in unmeasured}
+            await self._store.put_sizes(sizes)
+
+    async def _forget(self, old: list[str]) -> None:
+        for session in old:
+            folder = self._folder / session
+            await asyncio.to_thread(folders.remove, folder)
+            if await asyncio.to_thread(folder.exists):
+                # Its record is all that still says whose files these are.
+                raise OSError(f"{folder} cannot be removed")
+        await self._store.forget(old)

@@ -1,6 +1,7 @@
 """Containers and volumes of this installation that belong to no live session: logs kept, then removed.
 
 They come from a crash between two steps, or from a database that was set back. Looked for at the start, and every so often.
+An operator who has set a database back can have them told of only, and look at them first.
 """
 
 import asyncio
@@ -26,12 +27,17 @@ LOGS_S: Final = 60.0
 
 
 class Strays:
-    """Finds and removes what nobody owns."""
+    """Finds and removes what nobody owns; with `detect_only` it only tells.
 
-    def __init__(self, engine: Engine, limits: ControlLimits, sessions_folder: Path) -> None:
+    `left`: what was found and left, by its name, a sentence each.
+    """
+
+    def __init__(self, engine: Engine, limits: ControlLimits, sessions_folder: Path, detect_only: bool) -> None:
         self._engine = engine
         self._limits = limits
         self._folder = sessions_folder
+        self._detect_only = detect_only
+        self.left: dict[str, str] = {}
 
     async def containers(self) -> list[Found]:
         """Return all sandboxes of this installation. Raises EngineError."""
@@ -42,16 +48,18 @@ class Strays:
         while True:
             await asyncio.sleep(SWEEP_S)
             try:
-                for container in await self.containers():
-                    if not known(container.session):
-                        log.warning("container %s of session %s is stray", container.id[:12], container.session)
-                        await self._once(self._remove(container.id, container.session, ran=container.ran))
-                for session in await self._engine.out_volumes():
-                    if not known(session):
-                        log.warning("the volume of session %s is stray", session)
-                        await self._once(self._engine.remove_out_volume(session))
+                containers = [each for each in await self.containers() if not known(each.session)]
+                volumes = [each for each in await self._engine.out_volumes() if not known(each)]
             except EngineError as error:
                 log.warning("strays cannot be looked for now: %s", error)
+                continue
+            self.left.clear()
+            for container in containers:
+                log.warning("container %s of session %s is stray", container.id[:12], container.session)
+                await self._once(self._remove(container.id, container.session, ran=container.ran))
+            for session in volumes:
+                log.warning("the volume of session %s is stray", session)
+                await self._once(self._remove_volume(session))
 
     @staticmethod
     async def _once(removal: Awaitable[None]) -> None:
@@ -71,6 +79,12 @@ class Strays:
                 await asyncio.sleep(RETRY_S)
 
     async def _remove(self, container: str, session: str, *, ran: bool) -> None:
+        if self._detect_only:
+            name = container[:12]
+            self.left[container] = (
+                f"container {name} belongs to no session here (its label says {session}) and was left; docker rm -f {name}"
+            )
+            return
         try:
             if ran:
                 await self._engine.stop(container, self._limits.stop_grace_ms / 1000)
@@ -78,6 +92,14 @@ class Strays:
             await self._engine.remove(container)
         except NotFoundError:
             return
+
+    async def _remove_volume(self, session: str) -> None:
+        if self._detect_only:
+            self.left[session] = (
+                f"the volume of session {session} belongs to no session here and was left; unset [docker] detect_only"
+            )
+        else:
+            await self._engine.remove_out_volume(session)
 
     async def _keep_logs(self, container: str, folder: Path) -> None:
         if not await asyncio.to_thread(folder.is_dir):
@@ -98,4 +120,4 @@ async def sandboxes(engine: Engine) -> list[Found]:
 
 
 def _found(container: ObservedContainer) -> Found:
-    return Found(container.id, container.session, ran=bool(container.started_at))
+    return Found(container.id, container.session, bool(container.started_at), container.policy_digest)

@@ -53,8 +53,13 @@ class ControlLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     # A runner that lost its connection has this long to come back before its session ends.
     runner_reconnect_ms: int = 300_000
     session_time_ms: int = 24 * 3_600_000
-    # Records, logs and results of a session after its end; 0: for ever.
+    # A session that was created and is not launched by then is failed; 0: it may wait for ever.
+    never_launched_ms: int = 24 * 3_600_000
+    # Records, logs and results of a session after its end; 0: for ever. The oldest go as well when there are more of them,
+    # or their folders take more of the disk, than this; 0: no limit.
     keep_ended_ms: int = 30 * 24 * 3_600_000
+    keep_ended_sessions: int = 10_000
+    keep_ended_bytes: int = 100 * GIB
     out_bytes: int = 2 * GIB
     out_files: int = 100_000
     in_bytes: int = 2 * GIB

@@ -14,7 +14,8 @@ from sqlalchemy.ext.asyncio import create_async_engine
 from control.app import Control
 from control.client import ControlClient
 from control.config import ControlConfig
-from control.db.store import Store, StoredSession
+from control.db.rows import StoredSession
+from control.db.store import Store
 from control.db.tables import metadata
 from control.plan.session import SessionState
 from control.sessions.manager import SessionManager
@@ -84,7 +85,7 @@ class Host:
 
     async def forget(self) -> None:
         """Set the database back to nothing, as one that is restored from before."""
-        engine = create_async_engine(Store(self.store_url)._engine.url)
+        engine = create_async_engine(Store(self.store_url).engine.url)
         async with engine.begin() as connection:
             for table in reversed(metadata.sorted_tables):
                 await connection.execute(table.delete())
@@ -94,10 +95,14 @@ class Host:
     def api(self) -> Path:
         return self.root / "api.sock"
 
+    async def make(self, *command: str, **fields: object) -> StoredSession:
+        """Create a session that is to run `command`."""
+        spec = msgspec.convert({"image": "sandbox", "cwd": "/tmp", "command": command, **fields}, SandboxSpec)
+        return await self.manager.create(spec)
+
     async def launch(self, *command: str, **fields: object) -> str:
         """Create and launch a session that runs `command`; return its id."""
-        spec = msgspec.convert({"image": "sandbox", "cwd": "/tmp", "command": command, **fields}, SandboxSpec)
-        stored = await self.manager.create(spec)
+        stored = await self.make(*command, **fields)
         await self.manager.launch(stored.id)
         return stored.id
 

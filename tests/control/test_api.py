@@ -16,7 +16,7 @@ import yarl
 from control.api.routes import OPERATIONS
 from control.api.types import RunBroken, RunCompleted, RunOutput, RunRequest
 from control.client import ControlClient, ControlError, ControlUnavailableError
-from control.db.store import StoreUnavailableError
+from control.db.database import StoreUnavailableError
 from control.plan.session import Reason, SessionState
 from control.runner.messages import Stream
 from control.spec import SandboxSpec

@@ -3,9 +3,9 @@
 import msgspec
 import pytest
 
-from control.db.store import StoreUnavailableError
+from control.db.database import StoreUnavailableError
 from control.plan.session import Reason, SessionState
-from control.sessions import journal, manager, record
+from control.sessions import journal, manager, record, usage
 from control.spec import SandboxSpec
 from tests.control.conftest import Host, until
 from tests.support.postgres import Postgres
@@ -17,7 +17,8 @@ S = SessionState
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries again at once."""
     monkeypatch.setattr(record, "RETRY_S", 0.05)
-    monkeypatch.setattr(manager, "USAGE_S", 0.05)
+    monkeypatch.setattr(manager, "RETRY_S", 0.05)
+    monkeypatch.setattr(usage, "USAGE_S", 0.05)
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ import pytest
 from control.link import GatewayLink, GatewayUnavailableError, GrantRefusedError, UsageBook
 from control.plan.grants import latest, policy_digest
 from control.spec import SandboxSpec
-from gateway.contract.policy import Grant, NetworkLevel, Usage
+from gateway.contract.policy import EgressBudget, Grant, NetworkLevel, Usage
 from gateway.runtime.addresses import UnixAddress
 from tests.control.conftest import until
 from tests.support.fake_gateway import FakeGateway
@@ -145,3 +145,9 @@ def test_the_digest_tells_policies_apart_and_not_their_spelling() -> None:
     one = SandboxSpec(image="a", allow=("x", "y"), network=NetworkLevel.OPEN)
     assert policy_digest(one) == policy_digest(SandboxSpec(image="b", allow=("y", "x"), network=NetworkLevel.OPEN))
     assert policy_digest(one) != policy_digest(SandboxSpec(image="a", allow=("x",), network=NetworkLevel.OPEN))
+
+
+def test_the_digest_of_a_policy_is_the_same_in_every_release() -> None:
+    # A container outlives an upgrade of control, and is stopped when the digest on its label is not its session's.
+    policy = SandboxSpec(image="a", allow=("x",), network=NetworkLevel.OPEN, egress_budget=EgressBudget(5, 6))
+    assert policy_digest(policy) == "a7525b9b30e099ab"

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from control.db.store import StoredEvent
+from control.db.rows import StoredEvent
 from control.docker.types import EngineError, EngineUnavailableError
 from control.plan.container import LABEL_SESSION
 from control.plan.session import EndRequested, Reason, SessionState
 from control.runner.channel import NotAllowedError, RunFailedError
 from control.runner.messages import Completed, Run
-from control.sessions import journal, launch, life, manager, strays
-from control.sessions.manager import NoSuchSessionError, WrongStateError
+from control.sessions import journal, launch, life, manager, strays, usage
+from control.sessions.refusals import NoSuchSessionError, WrongStateError
 from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
 
@@ -26,7 +26,8 @@ S = SessionState
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tries again at once."""
     monkeypatch.setattr(life, "RETRY_S", 0.02)
-    monkeypatch.setattr(manager, "USAGE_S", 0.05)
+    monkeypatch.setattr(manager, "RETRY_S", 0.05)
+    monkeypatch.setattr(usage, "USAGE_S", 0.05)
 
 
 @pytest.fixture(params=["sqlite", "postgresql"])

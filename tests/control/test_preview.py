@@ -1,6 +1,6 @@
 """What a start would do is said without doing it."""
 
-from control.plan.reconcile import Adopt, CleanUp, Fail, RemoveStray, Requeue
+from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, RemoveStray, Requeue
 from control.plan.session import SessionState
 from control.sessions.preview import describe, preview
 from tests.control.conftest import Host
@@ -27,6 +27,7 @@ def test_every_action_is_one_sentence() -> None:
     actions = (
         Requeue("s"),
         Adopt("s", "c" * 64),
+        Refuse("s", "c" * 64),
         Fail("s", vanished=True),
         Fail("s", vanished=False),
         CleanUp("s"),

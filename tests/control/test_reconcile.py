@@ -1,12 +1,20 @@
 """What is done about what is found at a start."""
 
+from collections.abc import Iterable, Mapping
+
 import pytest
 
-from control.plan.reconcile import Adopt, CleanUp, Fail, Found, RemoveStray, Requeue, reconcile
+from control.plan import reconcile as plan
+from control.plan.reconcile import Action, Adopt, CleanUp, Fail, Found, Refuse, RemoveStray, Requeue
 from control.plan.session import Session, SessionState
 
 S = SessionState
 LIVE = (S.LAUNCHING, S.CONNECTED, S.RUNNING)
+
+
+def reconcile(sessions: Mapping[str, Session], containers: Iterable[Found]) -> list[Action]:
+    """All sessions have the policy that the containers were made under, unless a container says otherwise."""
+    return plan.reconcile(sessions, dict.fromkeys(sessions, ""), containers)
 
 
 @pytest.mark.parametrize("state", LIVE)
@@ -17,6 +25,14 @@ def test_a_live_session_whose_container_was_started_is_kept(state: SessionState)
 @pytest.mark.parametrize("state", LIVE)
 def test_a_live_session_whose_container_is_gone_has_failed(state: SessionState) -> None:
     assert reconcile({"s": Session(state=state, container="c")}, []) == [Fail("s", vanished=True)]
+
+
+@pytest.mark.parametrize("state", LIVE)
+def test_a_container_made_under_another_policy_is_not_kept(state: SessionState) -> None:
+    sessions = {"s": Session(state=state, container="c")}
+    for label in ("other", ""):
+        assert plan.reconcile(sessions, {"s": "mine"}, [Found("c", "s", True, label)]) == [Refuse("s", "c")]
+    assert plan.reconcile(sessions, {"s": "mine"}, [Found("c", "s", True, "mine")]) == [Adopt("s", "c")]
 
 
 def test_a_launch_that_never_made_a_container_has_failed() -> None:

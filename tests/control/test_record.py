@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from control.db.store import Store, StoredEvent, StoredSession, StoreUnavailableError
+from control.db.database import StoreUnavailableError
+from control.db.rows import StoredEvent, StoredSession
+from control.db.store import Store
 from control.plan.session import (
     EndRequested,
     LaunchRequested,

@@ -19,7 +19,8 @@ import msgspec
 import pytest
 from aiohttp import web
 
-from control.db.store import Store, StoredSession
+from control.db.rows import StoredSession
+from control.db.store import Store
 from control.plan.session import (
     CommandCompleted,
     ContainerCreated,

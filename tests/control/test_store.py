@@ -6,18 +6,16 @@ from typing import Any
 
 import msgspec
 import pytest
+import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
+from sqlalchemy.ext.asyncio import AsyncConnection
 
-from control.db.store import (
-    KeyReusedError,
-    SessionExistsError,
-    Store,
-    StoredEvent,
-    StoredSession,
-    StoreUnavailableError,
-)
+from control.db.database import StoreUnavailableError
+from control.db.rows import StoredEvent, StoredSession, encode
+from control.db.store import KeyReusedError, SessionExistsError, Store
 from control.db.tables import metadata
+from control.plan.retention import Kept
 from control.plan.session import (
     EndRequested,
     LaunchRequested,
@@ -142,10 +140,11 @@ async def test_unfinished_sessions_are_those_not_cleaned_up(store: Store) -> Non
     assert [each.id for each in await store.unfinished()] == ["s2"]
 
 
-async def test_what_ended_long_ago_is_found_and_forgotten_whole(store: Store) -> None:
-    def ended(at: int) -> Session:
-        return Session(state=SessionState.EXITED, ended_at=at)
+def ended(at: int) -> Session:
+    return Session(state=SessionState.EXITED, ended_at=at)
 
+
+async def test_what_ended_first_is_found_and_forgotten_whole(store: Store) -> None:
     await store.insert(session("running", 1, created_at=10))
     await store.insert(session("not-cleaned", 2, created_at=10, life=ended(20)))
     await store.insert(session("late", 3, created_at=10, life=ended(200), cleaned=True))
@@ -154,12 +153,16 @@ async def test_what_ended_long_ago_is_found_and_forgotten_whole(store: Store) ->
         await store.insert(session(name, 4 + number, created_at=10, life=ended(20), cleaned=True), name, "digest")
         await store.append(name, [StoredEvent(1, 5, LaunchRequested())], ended(20))
         await store.put_usage(name, "e", Usage(egress_bytes_up=1))
-    assert await store.ended_before(100, 2) == ["old-0", "old-1"]
-    assert await store.ended_before(15, 10) == []
-    old = await store.ended_before(100, 10)
+    assert await store.oldest_kept(2) == [Kept("old-0", 20, None), Kept("old-1", 20, None)]
+    assert await store.kept() == (6, 0)
+    assert len(await store.unmeasured(10)) == 6
+    await store.put_sizes({"old-1": 7, "late": 1 << 40, "unknown": 1})
+    assert await store.kept() == (6, (1 << 40) + 7)
+    assert "old-1" not in await store.unmeasured(10)
+    old = [each.id for each in await store.oldest_kept(5)]
     assert old == [f"old-{number}" for number in range(5)]
     await store.forget(old)
-    assert await store.ended_before(100, 10) == []
+    assert await store.oldest_kept(10) == [Kept("late", 200, 1 << 40)]
     assert await store.get("old-0") is None
     assert await store.events("old-0") == []
     assert await store.usage_of(["old-0"]) == {}
@@ -182,9 +185,33 @@ async def test_migrations_make_what_the_code_expects(store: Store) -> None:
     def differences(connection: Any) -> list[Any]:
         return list(compare_metadata(MigrationContext.configure(connection, opts={"compare_type": True}), metadata))
 
-    async with store._engine.connect() as connection:
+    async with store.engine.connect() as connection:
         assert await connection.run_sync(differences) == []
     await store.migrate()
+
+
+async def test_sessions_of_the_first_version_are_brought_along(url: str) -> None:
+    store = Store(url)
+    await store.migrate("0001")
+    before = [session("ended", 1, life=ended(7), cleaned=True), session("new", 2)]
+
+    async def fill(connection: AsyncConnection) -> None:
+        insert = sa.text(
+            "INSERT INTO sessions (id, run_id, position, created_at, state, image, network, memory_bytes, cpus, spec, life, "
+            "last_event, cleaned) VALUES (:id, 'run', :position, 1700000000000, :state, 'sandbox', 'open', 4294967296, 0.5, "
+            ":spec, :life, 0, :cleaned)"
+        )
+        for each in before:
+            values = {"spec": encode(each.spec).decode(), "life": encode(each.life).decode(), "cleaned": each.cleaned}
+            await connection.execute(
+                insert, {**values, "id": each.id, "position": each.position, "state": each.life.state.value}
+            )
+
+    await store.write(fill)
+    await store.migrate()
+    assert [await store.get(each.id) for each in before] == before
+    assert await store.oldest_kept(10) == [Kept("ended", 7, None)]
+    await store.close()
 
 
 async def test_a_database_that_is_away_is_told_and_comes_back(postgres: Postgres, postgres_url: str) -> None:

@@ -1,0 +1,81 @@
+"""The engine's events: an event wakes, a break wakes all, and the next stream begins behind the last event that came."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from urllib.parse import parse_qs, urlsplit
+
+import pytest
+
+from control.docker.engine import Engine
+from control.docker.events import Events
+
+
+class EventSource:
+    """As much of an engine as tells events. Each stream ends when the test says so."""
+
+    def __init__(self) -> None:
+        self.queries: list[dict[str, list[str]]] = []
+        self.opened: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+
+    async def answer(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        target = urlsplit((await reader.readuntil(b"\r\n\r\n")).split(b" ")[1].decode())
+        if target.path.endswith("/version"):
+            body = json.dumps({"ApiVersion": "1.41"}).encode()
+            writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body), body))
+            writer.close()
+            return
+        self.queries.append(parse_qs(target.query))
+        writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
+        await self.opened.put(writer)
+
+
+@pytest.fixture
+async def source(tmp_path: Path) -> AsyncIterator[EventSource]:
+    made = EventSource()
+    server = await asyncio.start_unix_server(made.answer, tmp_path / "engine.sock")
+    yield made
+    server.close()
+
+
+@pytest.fixture
+async def events(source: EventSource, tmp_path: Path) -> AsyncIterator[Events]:
+    engine = Engine(str(tmp_path / "engine.sock"), timeout_s=5, threads=2)
+    made = Events(engine, "host")
+    yield made
+    await made.close()
+    engine.close()
+
+
+async def woken(wake: asyncio.Event) -> None:
+    async with asyncio.timeout(10):
+        await wake.wait()
+    wake.clear()
+
+
+async def test_an_event_wakes_who_waits_for_its_container_and_no_other(source: EventSource, events: Events) -> None:
+    events.begin()
+    with events.watch("a") as mine, events.watch("b") as other:
+        stream = await source.opened.get()
+        stream.write(b'no event\n{"Actor": {"ID": "a"}, "timeNano": 1700000000123456789}\n')
+        await woken(mine)
+        assert not other.is_set()
+        stream.close()
+
+
+async def test_after_a_break_all_look_again_and_no_event_is_missed(source: EventSource, events: Events) -> None:
+    events.begin()
+    with events.watch("a") as wake:
+        stream = await source.opened.get()
+        assert "since" not in source.queries[0]
+        stream.write(b'{"Actor": {"ID": "a"}, "timeNano": 1700000000000000009}\n')
+        await woken(wake)
+        stream.close()
+        # At the break, and when the engine is there again.
+        await woken(wake)
+        stream = await source.opened.get()
+        await woken(wake)
+        assert source.queries[1]["since"] == ["1700000000.000000009"]
+        assert events.generation == 1
+        stream.close()
