@@ -32,16 +32,20 @@ from gateway.net.listener import Listener
 from gateway.net.metrics_server import MetricsServer
 from gateway.net.model_proxy import ProviderError
 from gateway.net.own_addresses import REFRESH_S, read_own_addresses
+from gateway.net.parking import Parking
 from gateway.net.pipes import PipePool
 from gateway.net.poller import Poller
 from gateway.net.progress import Progress
 from gateway.net.resolve import Resolver
 from gateway.net.services import Services
+from gateway.net.taking_up import TakingUp, take_up_sessions
 from gateway.net.waits import Waits
 from gateway.registry import Registry
-from gateway.runtime.addresses import TcpAddress, listen, parse_address
-from gateway.runtime.notify import feed_watchdog, notify, notify_reloading, passed_sockets
+from gateway.runtime import fdstore
+from gateway.runtime.addresses import TcpAddress, parse_address
+from gateway.runtime.notify import feed_watchdog, notify, notify_reloading
 from gateway.runtime.settings import SettingsError
+from gateway.succession import Inheritance, announce, leave_with_manager
 
 log = logging.getLogger("gateway.app")
 
@@ -89,12 +93,12 @@ class App:
             audit.close()
             raise StartError(str(error)) from error
         if config.sessions.file:
-            self._load_sessions()
+            self._sessions = load_sessions(Path(config.sessions.file))
+            for problem in self.gateway.registry.replace_all(self._sessions):
+                raise StartError(f"{config.sessions.file}: {problem}")
         self._stopping = asyncio.Event()
-
-    def _load_sessions(self) -> None:
-        for problem in self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file))):
-            raise StartError(f"{self._config.sessions.file}: {problem}")
+        # Sockets that this process listens on and nobody else keeps.
+        self._own_listeners: dict[str, socket.socket] = {}
 
     def _facts(self) -> HostFacts:
         listen_settings = self._config.listen
@@ -147,19 +151,32 @@ class App:
         )
         services.waits = Waits(services)
         closers: list[Callable[[], Awaitable[None] | None]] = []
-        passed = passed_sockets()
+        inheritance = Inheritance(fdstore.passed())
+        record = inheritance.record
+        epoch = secrets.token_hex(8) if record is None else record.epoch
         try:
-            listener = Listener(services, self._socket(passed, "sandbox", config.listen.sandbox))
+            listener = Listener(services, self._listen(inheritance, "sandbox", config.listen.sandbox))
             closers.append(listener.close)
-            if config.listen.contract:
-                adviser = Adviser(services, self._registries)
-                contract = ContractServer(self.gateway, secrets.token_hex(8), adviser.answer)
-                await contract.start(self._socket(passed, "contract", config.listen.contract))
-                closers.append(contract.close)
             if config.listen.metrics:
                 server = MetricsServer(self.gateway)
-                await server.start(self._socket(passed, "metrics", config.listen.metrics))
+                await server.start(self._listen(inheritance, "metrics", config.listen.metrics))
                 closers.append(server.close)
+            contract_socket = None
+            if config.listen.contract:
+                contract_socket = self._listen(inheritance, "contract", config.listen.contract)
+            if record is not None:
+                take_up_sessions(self.gateway.registry, record)
+                TakingUp(services, listener, inheritance.descriptors).run(record)
+                log.info("took up %d connections of the process before", record.connections)
+                if config.sessions.file:
+                    # What the file says now is in force, also for what was open before.
+                    self.gateway.registry.replace_all(self._sessions)
+            inheritance.close_rest()
+            if contract_socket is not None:
+                adviser = Adviser(services, self._registries)
+                contract = ContractServer(self.gateway, epoch, adviser.answer)
+                await contract.start(contract_socket)
+                closers.append(contract.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stopping.set)
             loop.add_signal_handler(signal.SIGHUP, self._reload, services)
@@ -172,13 +189,13 @@ class App:
             closers.append(progress.close)
             watchdog = loop.create_task(feed_watchdog(progress.prove))
             notify("READY=1")
+            announce()
             log.info("serving sandboxes on %s", config.listen.sandbox)
             await self._stopping.wait()
             notify("STOPPING=1")
-            listener.stop()
             refresh.cancel()
             self.gateway.model.drain()
-            await self._drain(limits.drain_ms / 1000)
+            await self._end(services, listener, Parking(services, listener, epoch))
             # Only now: draining is progress too.
             watchdog.cancel()
         finally:
@@ -196,16 +213,35 @@ class App:
             services.pipes.close()
             self.gateway.audit.close()
 
-    @staticmethod
-    def _socket(passed: dict[str, socket.socket], name: str, address: str) -> socket.socket:
-        return passed.get(name) or listen(parse_address(address))
+    def _listen(self, inheritance: Inheritance, name: str, address: str) -> socket.socket:
+        sock, is_managers = inheritance.listening(name, parse_address(address))
+        if not is_managers:
+            self._own_listeners[name] = sock
+        return sock
 
-    async def _drain(self, seconds: float) -> None:
+    async def _end(self, services: Services, listener: Listener, parking: Parking) -> None:
+        """Leave what can go on to the next process, if there is somebody to keep it, and let the rest end by itself."""
+        seconds = self._config.limits.drain_ms / 1000
+        if fdstore.is_offered():
+            # New connections are served meanwhile, except for what could not go on elsewhere.
+            listener.leave()
+            await self._drain(services, seconds, wait_for_movable=False)
+            if leave_with_manager(parking, self._own_listeners):
+                return
+        listener.stop()
+        await self._drain(services, seconds, wait_for_movable=True)
+
+    async def _drain(self, services: Services, seconds: float, *, wait_for_movable: bool) -> None:
         """Let what is open end by itself, for at most `seconds`."""
         loop = asyncio.get_running_loop()
         end = loop.time() + seconds
+
+        def is_open() -> bool:
+            waited_for = sum(session.ending_count for session in self.gateway.registry)
+            return waited_for > (0 if wait_for_movable else len(services.connects))
+
         # Hundreds of unlike things may be open, and none tells another that it ended.
-        while loop.time() < end and any(session.ending_count for session in self.gateway.registry):  # noqa: ASYNC110
+        while loop.time() < end and is_open():  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
 
     def _reload(self, services: Services) -> None:

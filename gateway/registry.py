@@ -14,6 +14,7 @@ from gateway.contract.ids import is_session_id
 from gateway.contract.policy import Grant, Usage
 from gateway.core.budget import Slots
 from gateway.core.model_budget import ModelAccount
+from gateway.core.parked import ParkedSession
 from gateway.core.rules import Policy, RegistryList, RuleErrors
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 
@@ -23,6 +24,11 @@ UNLIMITED: Final = 1 << 62
 
 _UNKNOWN = Deny(DenyReason.CREDENTIALS_WRONG, "the session is not known or its token is wrong")
 _WRONG_ADDRESS = Deny(DenyReason.WRONG_ADDRESS, "the session's credentials were used from another place")
+
+
+def hash_of(token: str) -> bytes:
+    """Return the SHA-256 of a token as a client sent it."""
+    return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
 
 class Session:
@@ -70,9 +76,29 @@ class Session:
             # An open tunnel was judged by the grant before; under another policy it has no right to go on.
             self.close(CloseReason.REVOKED)
 
-    def knows(self, token: str) -> bool:
-        """Tell in constant time whether `token` is the session's."""
-        return hmac.compare_digest(hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest(), self._token_hash)
+    def knows_hash(self, token_hash: bytes) -> bool:
+        """Tell in constant time whether this is the SHA-256 of the session's token."""
+        return hmac.compare_digest(token_hash, self._token_hash)
+
+    def parked(self) -> ParkedSession:
+        """Return what the next process must know."""
+        return ParkedSession(
+            self.grant,
+            bytes_up=self.bytes_up,
+            bytes_down=self.bytes_down,
+            egress_allowed=self.egress_allowed,
+            egress_refused=self.egress_refused,
+            model=self.model.parked(),
+        )
+
+    def take_up(self, parked: ParkedSession) -> None:
+        """Go on with the counts of the process before."""
+        self.bytes_up = parked.bytes_up
+        self.bytes_down = parked.bytes_down
+        self.egress_allowed = parked.egress_allowed
+        self.egress_refused = parked.egress_refused
+        self.model.take_up(parked.model)
+        self._take(self.grant, self.policy)
 
     def add_closer(self, closer: Callable[[CloseReason], None], *, resumes: bool = False) -> None:
         """Have `closer` called once when the session is revoked. `resumes`: its client comes back and loses nothing."""
@@ -138,8 +164,12 @@ class Registry:
 
     def authenticate(self, session_id: str, token: str, caller: IPAddress | None) -> Session | Deny:
         """Return the session whose id, token and (with PROXY headers) container address these are, else a Deny."""
+        return self.authenticate_hash(session_id, hash_of(token), caller)
+
+    def authenticate_hash(self, session_id: str, token_hash: bytes, caller: IPAddress | None) -> Session | Deny:
+        """Do the same with the SHA-256 of a token."""
         session = self._sessions.get(session_id)
-        if session is None or not session.knows(token):
+        if session is None or not session.knows_hash(token_hash):
             return _UNKNOWN
         return self.admit(session, caller)
 

@@ -58,6 +58,10 @@ class Slots:
         self._waiters[waiter] = None
         return False
 
+    def hold(self) -> None:
+        """Count a slot as held, whatever the number: its holder had it before this queue was made."""
+        self._held += 1
+
     def cancel(self, waiter: Waiter) -> bool:
         """Leave the queue. False if `waiter` is not in it: it holds a slot by now, or never waited."""
         return self._waiters.pop(waiter, self) is None

@@ -14,6 +14,7 @@ from typing import Final
 
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.model_refusal import ModelRefusal
+from gateway.core.parked import ParkedModel
 from gateway.core.usage import TokenUsage
 from gateway.core.verdict import DenyReason
 
@@ -78,6 +79,28 @@ class ModelAccount:
             cache_read_tokens=tokens.cache_read_tokens,
             cache_write_tokens=tokens.cache_write_tokens,
         )
+
+    def parked(self) -> ParkedModel:
+        """Return what the next process must know."""
+        tokens = self._tokens
+        return ParkedModel(
+            requests=self.requests,
+            input_tokens=tokens.input_tokens,
+            output_tokens=tokens.output_tokens,
+            cache_read_tokens=tokens.cache_read_tokens,
+            cache_write_tokens=tokens.cache_write_tokens,
+            starts=tuple(self._starts),
+        )
+
+    def take_up(self, parked: ParkedModel) -> None:
+        """Go on with the counts of the process before."""
+        self.requests = parked.requests
+        tokens = self._tokens
+        tokens.input_tokens = parked.input_tokens
+        tokens.output_tokens = parked.output_tokens
+        tokens.cache_read_tokens = parked.cache_read_tokens
+        tokens.cache_write_tokens = parked.cache_write_tokens
+        self._starts = deque(parked.starts)
 
     @property
     def limits_tokens(self) -> bool:

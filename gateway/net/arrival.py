@@ -26,7 +26,7 @@ _READ_BYTES: Final = 8192
 class Arrival:
     """One connection until it is known what it wants. Owns `sock` until it is handed to a route."""
 
-    __slots__ = ("_buffer", "_listener", "_proxied", "caller", "sock", "source", "started", "watching")
+    __slots__ = ("_listener", "buffer", "caller", "proxied", "sock", "source", "started", "watching")
 
     def __init__(self, listener: "Listener", sock: socket.socket, source: object) -> None:
         self._listener = listener
@@ -36,8 +36,8 @@ class Arrival:
         self.caller: IPAddress | None = None
         # Whose share of waiting connections this is; None where it is not known yet, or nobody's.
         self.source = source
-        self._buffer = b""
-        self._proxied = not listener.proxy_protocol
+        self.buffer = b""
+        self.proxied = not listener.proxy_protocol
         # Whether it waits for the rest of its head: counted, timed, its socket watched.
         self.watching = False
 
@@ -59,7 +59,11 @@ class Arrival:
             # Opened and closed: a health check. Closed in mid-head: nobody to answer. Neither is logged.
             self.drop()
             return True
-        self._buffer = self._buffer + data if self._buffer else data
+        self.buffer = self.buffer + data if self.buffer else data
+        return self.read()
+
+    def read(self) -> bool:
+        """Look at what was read; route the connection if its head is whole. False if it is not."""
         try:
             return self._read()
         except ProxyHeaderError:
@@ -71,41 +75,41 @@ class Arrival:
 
     def _read(self) -> bool:
         listener = self._listener
-        if not self._proxied:
-            header = parse_proxy_header(self._buffer)
+        if not self.proxied:
+            header = parse_proxy_header(self.buffer)
             if isinstance(header, Incomplete):
                 return False
-            self._proxied = True
-            self._buffer = self._buffer[header.size :]
+            self.proxied = True
+            self.buffer = self.buffer[header.size :]
             self.caller = self.source = header.source
             if self.watching and not listener.share(self):
                 self.drop()
                 return True
         key = b""
-        whole = key_of_connect(self._buffer, listener.head_bytes)
+        whole = key_of_connect(self.buffer, listener.head_bytes)
         if whole is not None:
             key, size = whole
             decision = listener.services.decisions.find(key)
             if decision is not None:
                 self._leave()
-                listener.resume(self, decision, self._buffer[size:], key)
+                listener.resume(self, decision, self.buffer[size:], key)
                 return True
-        head = parse_head(self._buffer, listener.head_bytes) if self._buffer else INCOMPLETE
+        head = parse_head(self.buffer, listener.head_bytes) if self.buffer else INCOMPLETE
         if isinstance(head, Incomplete):
             return False
         self._leave()
-        listener.route(self, head, self._buffer, key)
+        listener.route(self, head, self.buffer, key)
         return True
 
     def _leave(self) -> None:
         """Wait no more. The socket stays watched: a route that goes on reading only puts its own callback in place."""
         if self.watching:
-            self._listener.leave(self)
+            self._listener.forget(self)
 
     def release(self) -> None:
         """Stop watching the socket; it belongs to somebody else, or is about to be closed."""
         if self.watching:
-            self._listener.leave(self)
+            self._listener.forget(self)
             self._listener.poller.remove_reader(self.sock.fileno())
             self.watching = False
 
@@ -115,17 +119,22 @@ class Arrival:
         self._listener.services.gateway.metrics.refused["request", reason].inc()
         self._listener.services.lingering.close_with(self.sock, refusal(status, reason, message))
 
+    def let_go(self) -> None:
+        """Forget it: another process goes on with it."""
+        self.release()
+        self.sock.close()
+
     def drop(self) -> None:
         """Close without a word."""
         if self.watching:
-            self._listener.leave(self)
+            self._listener.forget(self)
             self.watching = False
             self._listener.poller.forget(self.sock.fileno())
         self.sock.close()
 
     def expire(self) -> None:
         """The head did not come in time."""
-        if self._buffer:
+        if self.buffer:
             self.refuse(408, DenyReason.HEAD_TIMEOUT, "the request head did not arrive in time")
         else:
             self.drop()

@@ -22,7 +22,7 @@ from gateway.net.plain import PlainRelay
 from gateway.net.resolve import Answer, ResolveError
 from gateway.net.services import Services, milliseconds_since
 from gateway.net.splice import Splicer
-from gateway.registry import IPAddress, Session
+from gateway.registry import IPAddress, Session, hash_of
 
 if TYPE_CHECKING:
     from gateway.net.arrival import Arrival
@@ -37,46 +37,49 @@ class Connect:
     """One CONNECT. Owns the client's socket from `start` on; `_finish` gives back all that it holds."""
 
     __slots__ = (
-        "_address", "_addresses", "_authority", "_buffer", "_caller", "_credentials", "_decision", "_dial", "_has_slot",
-        "_key", "_pending_name", "_rule", "_services", "_session", "_splicer", "_started", "_upstream", "_waited", "_watching", "sock",
+        "_addresses", "_decision", "_dial", "_key", "_left_s", "_pending_name", "_services", "_waited", "_watching", "address",
+        "authority", "buffer", "caller", "credentials", "has_slot", "rule", "session", "sock", "splicer", "started", "upstream",
     )  # fmt: skip
 
     def __init__(self, services: Services, arrival: "Arrival", early: bytes, key: bytes) -> None:
         self._services = services
-        self._caller: IPAddress | None = arrival.caller
-        self._started = arrival.started
+        self.caller: IPAddress | None = arrival.caller
+        self.started = arrival.started
         self._watching = arrival.watching
         self.sock = arrival.sock
-        self._buffer = early
+        self.buffer = early
         # Where to remember what is decided, and what was remembered.
         self._key = key
         self._decision: Decision | None = None
-        self._authority: Authority
-        self._credentials: tuple[str, str]
-        self._session: Session | None = None
+        self.authority: Authority
+        # Session id and the SHA-256 of the token, until they are known to be good.
+        self.credentials: tuple[str, bytes] | None = None
+        self.session: Session | None = None
         self._dial: Dial | None = None
         self._pending_name: str | None = None
-        self._upstream: socket.socket | None = None
-        self._address = ""
+        self.upstream: socket.socket | None = None
+        self.address = ""
         self._addresses: tuple[IPAddress, ...] = ()
-        self._rule = ""
-        self._splicer: Splicer | None = None
-        self._has_slot = False
+        self.rule = ""
+        self.splicer: Splicer | None = None
+        self.has_slot = False
         self._waited = 0.0
+        # What an earlier process left of the time for the next wait.
+        self._left_s: float | None = None
 
     # -- who asks, and for what
 
     def start(self, head: Head) -> None:
         """Judge the request as far as that needs nobody else, and go on from there."""
         try:
-            self._authority = parse_authority(head.target)
+            self.authority = parse_authority(head.target)
             credentials = head.get(b"proxy-authorization")
             host = head.get(b"host")
             # RFC 9112 §3.2.3: the Host of a CONNECT is its target. Two different answers to "which host" are a bypass.
             if (
                 host
                 and host != head.target
-                and parse_authority(host, default_port=self._authority.port).host != self._authority.host
+                and parse_authority(host, default_port=self.authority.port).host != self.authority.host
             ):
                 raise AuthorityError("the Host header names another host than the request")
         except AuthorityError as error:
@@ -92,11 +95,15 @@ class Connect:
         if parsed is None:
             self._refuse(Deny(DenyReason.CREDENTIALS_WRONG, "the proxy credentials are not of the Basic scheme"))
             return
-        self._credentials = parsed
+        self.introduce((parsed[0], hash_of(parsed[1])))
+
+    def introduce(self, credentials: tuple[str, bytes]) -> None:
+        """Go on as the sender of these, once it can be said whose they are."""
+        self.credentials = credentials
         registry = self._services.gateway.registry
-        if not registry.ready and registry.get(parsed[0]) is None:
+        if not registry.ready and registry.get(credentials[0]) is None:
             registry.when_ready(self._authenticate)
-            self._services.waits.ready.add(self)
+            self._services.waits.ready.add(self, self._left_s)
             self._watch()
             return
         self._authenticate()
@@ -107,30 +114,31 @@ class Connect:
 
     def _authenticate(self) -> None:
         self._services.waits.ready.discard(self)
-        found = self._services.gateway.registry.authenticate(*self._credentials, self._caller)
+        assert self.credentials is not None
+        found = self._services.gateway.registry.authenticate_hash(*self.credentials, self.caller)
         if isinstance(found, Deny):
             self._refuse(found)
             return
-        self._session = found
+        self.session = found
         # Not needed any more, and nothing to keep for as long as a tunnel lives.
-        del self._credentials
-        verdict = decide_host(found.policy, self._authority)
+        self.credentials = None
+        verdict = decide_host(found.policy, self.authority)
         if isinstance(verdict, Deny):
             self._refuse(verdict)
             return
-        self._rule = verdict.rule
+        self.rule = verdict.rule
         self._admit(found)
 
     def resume(self, decision: Decision) -> None:
         """Do the same for a request that was judged before, in the same words and by the same grant."""
-        self._authority = decision.authority
-        self._rule = decision.rule
+        self.authority = decision.authority
+        self.rule = decision.rule
         self._decision = decision
-        found = self._services.gateway.registry.admit(decision.session, self._caller)
+        found = self._services.gateway.registry.admit(decision.session, self.caller)
         if isinstance(found, Deny):
             self._refuse(found)
             return
-        self._session = found
+        self.session = found
         self._admit(found)
 
     def _admit(self, session: Session) -> None:
@@ -138,25 +146,27 @@ class Connect:
             self._refuse(Deny(DenyReason.BUDGET_EXHAUSTED, "the session's egress budget is used up"))
             return
         session.add_closer(self.revoke)
-        if self._authority.port == HTTP:
+        self._services.connects.add(self)
+        if self.authority.port == HTTP:
             self._relay_plain()
             return
         self._take_slot(session)
 
     def _relay_plain(self) -> None:
         """Port 80: what the tunnel carries is HTTP, and each request in it is judged."""
-        session, authority = self._session, self._authority
+        session, authority = self.session, self.authority
         assert session is not None
         self._unwatch()
-        sock, early = self.sock, self._buffer
+        sock, early = self.sock, self.buffer
         session.remove_closer(self.revoke)
+        self._services.connects.discard(self)
         try:
             sock.send(ESTABLISHED)
         except OSError:
             self._services.poller.forget(sock.fileno())
             sock.close()
             return
-        relay = PlainRelay(self._services, self._caller, tunnel=(session, authority))
+        relay = PlainRelay(self._services, self.caller, tunnel=(session, authority))
         self._services.handover.give(sock, relay, early)
 
     # -- a slot of the session
@@ -166,15 +176,15 @@ class Connect:
             self._refuse(Deny(DenyReason.NO_FREE_SLOT, "too many connections of the session wait for a slot"))
             return
         if session.slots.acquire(self._on_slot):
-            self._has_slot = True
+            self.has_slot = True
             self._resolve()
             return
         self._waited = self._services.loop.time()
-        self._services.waits.slot.add(self)
+        self._services.waits.slot.add(self, self._left_s)
         self._watch()
 
     def _on_slot(self) -> None:
-        self._has_slot = True
+        self.has_slot = True
         self._services.waits.slot.discard(self)
         self._services.gateway.metrics.slot_wait_seconds.observe(self._services.loop.time() - self._waited)
         self._resolve()
@@ -186,7 +196,7 @@ class Connect:
     # -- where it leads
 
     def _resolve(self) -> None:
-        authority = self._authority
+        authority = self.authority
         if authority.address is not None:
             self._judge(self._decision.addresses if self._decision is not None else (authority.address,))
             return
@@ -194,9 +204,9 @@ class Connect:
         if answer is not None:
             self._on_answer(answer)
             return
-        assert self._session is not None
+        assert self.session is not None
         self._pending_name = authority.host
-        self._services.resolver.resolve(authority.host, self._session.id, self._on_answer)
+        self._services.resolver.resolve(authority.host, self.session.id, self._on_answer)
         self._watch()
 
     def _on_answer(self, answer: Answer) -> None:
@@ -207,20 +217,21 @@ class Connect:
             self._judge(answer.addresses)
 
     def _judge(self, addresses: tuple[IPAddress, ...]) -> None:
-        services, session, decision = self._services, self._session, self._decision
+        services, session, decision = self._services, self.session, self._decision
         assert session is not None
         self._addresses = addresses
         facts = services.facts
         if decision is None or decision.addresses is not addresses or decision.facts is not facts:
-            verdict = decide_addresses(session.policy, self._authority, addresses, facts)
+            verdict = decide_addresses(session.policy, self.authority, addresses, facts)
             if isinstance(verdict, Deny):
                 self._refuse(verdict)
                 return
-            decision = Decision(self._authority, session, session.grant, self._rule, addresses, facts)
-            services.decisions.remember(self._key, decision)
+            decision = Decision(self.authority, session, session.grant, self.rule, addresses, facts)
+            if self._key:
+                services.decisions.remember(self._key, decision)
         # Connect to the addresses that were judged, never to the name again: a second look-up may answer differently
         # (DNS rebinding).
-        dial = services.dialer.dial(addresses, self._authority.port, self._on_dialled)
+        dial = services.dialer.dial(addresses, self.authority.port, self._on_dialled)
         if not dial.finished:
             self._dial = dial
             self._watch()
@@ -230,18 +241,17 @@ class Connect:
         if isinstance(result, DialError):
             self._refuse(Deny(result.reason, result.message))
             return
-        self._upstream = result.sock
-        self._address = result.text
+        self.upstream = result.sock
+        self.address = result.text
         try:
             self.sock.send(ESTABLISHED)
         except OSError:
             self._abort(CloseReason.CLIENT_GONE)
             return
         services = self._services
-        if self._authority.port == HTTPS and services.gateway.config.egress.check_sni:
-            services.waits.hello.add(self)
-            self._watch()
-            if self._buffer:
+        if self.authority.port == HTTPS and services.gateway.config.egress.check_sni:
+            self.await_hello()
+            if self.buffer:
                 self._read_hello()
             return
         self._open()
@@ -249,18 +259,18 @@ class Connect:
     # -- what it says first
 
     def _read_hello(self) -> None:
-        session = self._session
+        session = self.session
         assert session is not None
         try:
-            hello = parse_client_hello(self._buffer, self._services.gateway.config.limits.hello_bytes)
+            hello = parse_client_hello(self.buffer, self._services.gateway.config.limits.hello_bytes)
         except HelloError as error:
             self._refuse_hello(Deny(error.reason, str(error)))
             return
         if isinstance(hello, Incomplete):
-            if len(self._buffer) >= self._services.gateway.config.limits.hello_bytes:
+            if len(self.buffer) >= self._services.gateway.config.limits.hello_bytes:
                 self._refuse_hello(Deny(DenyReason.HELLO_MALFORMED, "the ClientHello is too large"))
             return
-        verdict = decide_hello(session.policy, self._authority, hello)
+        verdict = decide_hello(session.policy, self.authority, hello)
         if isinstance(verdict, Deny):
             self._refuse_hello(verdict)
             return
@@ -274,39 +284,41 @@ class Connect:
     def _refuse_hello(self, deny: Deny) -> None:
         """Inside a tunnel nobody reads HTTP any more: a fatal TLS alert, a close, and the audit line that says why."""
         self._log("refuse", deny.reason)
-        self._services.count_refusal(self._session, "connect", deny)
+        self._services.count_refusal(self.session, "connect", deny)
         self._give_back()
         self._services.lingering.close_with(self.sock, ALERT_UNRECOGNIZED_NAME)
 
     # -- the tunnel
 
     def _open(self) -> None:
-        services, session, upstream = self._services, self._session, self._upstream
+        services, session, upstream = self._services, self.session, self.upstream
         assert session is not None
         assert upstream is not None
-        self._upstream = None
+        self.upstream = None
         session.egress_allowed += 1
         metrics = services.gateway.metrics
         metrics.allowed["connect"].inc()
         metrics.tunnels.inc()
-        self._log("allow", self._rule)
-        splicer = Splicer(services.poller, services.pipes, session, self.sock, upstream, self._on_close)
-        self._splicer = splicer
+        self._log("allow", self.rule)
+        splicer = Splicer(services.poller, services.pipes, session, self.sock, upstream, self.on_close)
+        self.splicer = splicer
         services.idle.add(splicer)
-        early, self._buffer = self._buffer[: session.bytes_left], b""
+        early, self.buffer = self.buffer[: session.bytes_left], b""
         if early:
             # Read here, not by the splicer, so counted here.
             session.bytes_up += len(early)
             session.bytes_left -= len(early)
         splicer.start(early)
 
-    def _on_close(self, reason: CloseReason) -> None:
-        services, session, splicer = self._services, self._session, self._splicer
+    def on_close(self, reason: CloseReason) -> None:
+        """The tunnel has ended."""
+        services, session, splicer = self._services, self.session, self.splicer
         assert session is not None
         assert splicer is not None
-        self._splicer = None
+        self.splicer = None
         services.idle.discard(splicer)
         session.remove_closer(self.revoke)
+        services.connects.discard(self)
         session.slots.release()
         metrics = services.gateway.metrics
         metrics.tunnels.dec()
@@ -314,6 +326,51 @@ class Connect:
         metrics.bytes_up.inc(splicer.up.count)
         metrics.bytes_down.inc(splicer.down.count)
         self._log("close", reason, splicer.up.count, splicer.down.count)
+
+    # -- from one process to the next
+
+    @property
+    def left_s(self) -> float | None:
+        """What is left of the time of what this waits for; None when it waits for none of the shared queues."""
+        waits = self._services.waits
+        for queue in (waits.ready, waits.slot, waits.hello):
+            if self in queue:
+                return queue.left_s(self)
+        return None
+
+    def adopt(self, session: Session) -> None:
+        """Belong to a session and hold one of its slots, as in an earlier process."""
+        self.session = session
+        self.has_slot = True
+        session.slots.hold()
+        session.add_closer(self.revoke)
+        self._services.connects.add(self)
+
+    def ask_again(self, authority: Authority, credentials: tuple[str, bytes], left_s: float | None) -> None:
+        """Begin anew what an earlier process had not connected yet."""
+        self.authority = authority
+        self._left_s = left_s
+        self.introduce(credentials)
+
+    def await_hello(self, left_s: float | None = None) -> None:
+        """Wait for the whole ClientHello."""
+        self._services.waits.hello.add(self, left_s)
+        self._watch()
+
+    def let_go(self) -> None:
+        """Forget all of it, without an answer or an audit line: another process goes on with it."""
+        services, session, splicer = self._services, self.session, self.splicer
+        if splicer is None:
+            self._give_back()
+            self.sock.close()
+            return
+        assert session is not None
+        services.idle.discard(splicer)
+        session.remove_closer(self.revoke)
+        services.connects.discard(self)
+        session.slots.release()
+        services.gateway.metrics.tunnels.dec()
+        splicer.let_go()
 
     # -- the client while it waits
 
@@ -328,7 +385,7 @@ class Connect:
             self._services.poller.remove_reader(self.sock.fileno())
 
     def _on_client(self) -> None:
-        room = EARLY_BYTES - len(self._buffer)
+        room = EARLY_BYTES - len(self.buffer)
         if room <= 0:
             self._unwatch()
             return
@@ -340,30 +397,30 @@ class Connect:
             self._abort(CloseReason.CLIENT_GONE)
             return
         if not data:
-            if self._buffer and self._upstream is None:
+            if self.buffer and self.upstream is None:
                 # It said all it had to say and half-closed; the tunnel will see the same end again.
                 self._unwatch()
             else:
                 self._abort(CloseReason.CLIENT_GONE)
             return
-        self._buffer += data
-        if self._upstream is not None:
+        self.buffer += data
+        if self.upstream is not None:
             self._read_hello()
 
     # -- ends
 
     def revoke(self, reason: CloseReason) -> None:
         """The session is over: close at once, whatever stage this is in."""
-        if self._splicer is not None:
-            self._splicer.close(reason)
+        if self.splicer is not None:
+            self.splicer.close(reason)
         else:
             self._abort(reason)
 
     def _refuse(self, deny: Deny) -> None:
         status = status_of(deny.reason)
-        authority = getattr(self, "_authority", None)
-        self._services.count_refusal(self._session, "connect", deny)
-        if self._session is not None:
+        authority = getattr(self, "authority", None)
+        self._services.count_refusal(self.session, "connect", deny)
+        if self.session is not None:
             self._log("refuse", deny.reason)
         self._give_back()
         reply = refusal(
@@ -378,8 +435,8 @@ class Connect:
 
     def _abort(self, reason: CloseReason) -> None:
         """Close without an answer: nobody is there to read it, or nobody may."""
-        if self._session is not None:
-            self._log("refuse" if self._splicer is None else "close", reason)
+        if self.session is not None:
+            self._log("refuse" if self.splicer is None else "close", reason)
         self._give_back()
         self._services.poller.forget(self.sock.fileno())
         self.sock.close()
@@ -387,7 +444,7 @@ class Connect:
     def _give_back(self) -> None:
         """Return everything but the client's socket. Called once, on every path that does not become a tunnel."""
         self._unwatch()
-        services, session = self._services, self._session
+        services, session = self._services, self.session
         services.waits.ready.discard(self)
         services.waits.slot.discard(self)
         services.waits.hello.discard(self)
@@ -396,22 +453,23 @@ class Connect:
             services.resolver.forget(self._pending_name, self._on_answer)
         if self._dial is not None:
             self._dial.cancel()
-        if self._upstream is not None:
-            services.dialer.discard(self._upstream)
-            self._upstream = None
+        if self.upstream is not None:
+            services.dialer.discard(self.upstream)
+            self.upstream = None
         if session is not None:
             session.remove_closer(self.revoke)
-            if self._has_slot:
-                self._has_slot = False
+            services.connects.discard(self)
+            if self.has_slot:
+                self.has_slot = False
                 session.slots.release()
             else:
                 session.slots.cancel(self._on_slot)
 
     def _log(self, event: str, reason: DenyReason | CloseReason | str, up: int = 0, down: int = 0) -> None:
-        assert self._session is not None
-        authority = self._authority
-        address = self._address or (str(self._addresses[0]) if self._addresses else "")
+        assert self.session is not None
+        authority = self.authority
+        address = self.address or (str(self._addresses[0]) if self._addresses else "")
         self._services.gateway.audit.write(
-            self._session.id, event, "connect", authority.host, authority.port, address, reason,
-            up, down, milliseconds_since(self._started),
+            self.session.id, event, "connect", authority.host, authority.port, address, reason,
+            up, down, milliseconds_since(self.started),
         )  # fmt: skip

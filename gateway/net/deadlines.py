@@ -4,7 +4,7 @@ A timer of its own costs each connection about 2 µs; a place in a dictionary co
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -25,10 +25,23 @@ class Deadlines(Generic[Item]):
     def __len__(self) -> int:
         return len(self._items)
 
-    def add(self, item: Item) -> None:
-        """Start the item's time. An item that is in already starts anew."""
+    def __contains__(self, item: object) -> bool:
+        return item in self._items
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def left_s(self, item: Item) -> float:
+        """Return how many seconds of its time an item has left."""
+        return max(0.0, self._items[item] - self._loop.time())
+
+    def add(self, item: Item, seconds: float | None = None) -> None:
+        """Start the item's time. An item that is in already starts anew.
+
+        `seconds`: what was left of it in an earlier process. Such items come before all others, in that order.
+        """
         self._items.pop(item, None)
-        self._items[item] = self._loop.time() + self._seconds
+        self._items[item] = self._loop.time() + (self._seconds if seconds is None else min(seconds, self._seconds))
         if self._timer is None:
             self._timer = self._loop.call_later(self._period, self._sweep)
 

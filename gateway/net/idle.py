@@ -21,15 +21,19 @@ class IdleSweep:
     def __len__(self) -> int:
         return len(self._still)
 
-    def add(self, splicer: Splicer) -> None:
-        """Watch a splicer."""
-        self._still[splicer] = 0
+    def add(self, splicer: Splicer, still: int = 0) -> None:
+        """Watch a splicer, which has stood still for so many sweeps already."""
+        self._still[splicer] = still
         if self._timer is None:
             self._timer = self._loop.call_later(self._period, self._sweep)
 
     def discard(self, splicer: Splicer) -> None:
         """Stop watching; it closed."""
         self._still.pop(splicer, None)
+
+    def still(self, splicer: Splicer) -> int:
+        """Return for how many sweeps a splicer has stood still."""
+        return 0 if splicer.moved() else self._still[splicer]
 
     def close(self) -> None:
         """Stop."""

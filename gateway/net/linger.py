@@ -64,6 +64,24 @@ class Lingering:
         self._deadlines.add(ending)
         self._poller.add_reader(sock.fileno(), ending.on_readable)
 
+    def parked(self) -> list[tuple[socket.socket, float, int]]:
+        """Return each connection with the seconds it has left and the bytes that were thrown away."""
+        return [(each.sock, self._deadlines.left_s(each), each.discarded) for each in self._deadlines]
+
+    def take_up(self, sock: socket.socket, left_s: float, discarded: int) -> None:
+        """Go on ending a connection that an earlier process began to end."""
+        ending = _Ending(self, sock)
+        ending.discarded = discarded
+        self._deadlines.add(ending, left_s)
+        self._poller.add_reader(sock.fileno(), ending.on_readable)
+
+    def let_go(self) -> None:
+        """Forget them all: another process goes on with them."""
+        for ending in list(self._deadlines):
+            self._deadlines.discard(ending)
+            self._poller.remove_reader(ending.sock.fileno())
+            ending.sock.close()
+
     def end(self, ending: _Ending) -> None:
         """Close for good."""
         self._deadlines.discard(ending)

@@ -47,10 +47,12 @@ class Listener:
         self._total = config.limits.unauthenticated_total
         self._below = services.descriptors.client_below
         self._open: set[Arrival] = set()
+        # Whole heads that the next process shall answer, because what they ask for cannot move once it has begun.
+        self._kept: set[Arrival] = set()
+        self._is_leaving = False
         self._sources: dict[object, int] = {}
-        self._deadlines: Deadlines[Arrival] = Deadlines(
-            self.loop, config.limits.head_timeout_ms / 1000, lambda arrival: arrival.expire()
-        )
+        self._head_s = config.limits.head_timeout_ms / 1000
+        self._deadlines: Deadlines[Arrival] = Deadlines(self.loop, self._head_s, lambda arrival: arrival.expire())
         self._resume: asyncio.TimerHandle | None = None
         self._listening = False
 
@@ -68,10 +70,30 @@ class Listener:
             self._resume.cancel()
             self._resume = None
 
+    def leave(self) -> None:
+        """From now on begin only what can go on in the next process; the rest is kept for it."""
+        self._is_leaving = True
+
+    def waiting(self) -> list[tuple[Arrival, float]]:
+        """Return what is not routed yet, with the seconds that each has left for its head."""
+        waiting = [(arrival, self._deadlines.left_s(arrival)) for arrival in self._deadlines]
+        return waiting + [(arrival, self._head_s) for arrival in self._kept]
+
+    def take_up(self, arrival: Arrival, left_s: float) -> None:
+        """Go on with a connection that an earlier process had not routed."""
+        if not (arrival.buffer and arrival.read()):
+            self.hold(arrival, left_s)
+
+    def let_go(self) -> None:
+        """Forget what is not routed: another process goes on with it."""
+        for arrival, _ in self.waiting():
+            arrival.let_go()
+        self._kept.clear()
+
     def close(self) -> None:
         """Stop and close what has no head yet."""
         self.stop()
-        for arrival in list(self._open):
+        for arrival in [*self._open, *self._kept]:
             arrival.drop()
         self._deadlines.close()
         self._server.close()
@@ -99,15 +121,18 @@ class Listener:
                 self._pause()
                 return
             sock.setblocking(False)
-            # Behind the forwarder all come from one address; there the PROXY header says whose share it is.
-            source = address[0] if isinstance(address, tuple) and not self.proxy_protocol else None
-            Arrival(self, sock, source).begin()
+            Arrival(self, sock, self.source_of(address)).begin()
+
+    def source_of(self, address: object) -> object:
+        """Return whose share of waiting connections one from this address is; None where that is not known yet."""
+        # Behind the forwarder all come from one address; there the PROXY header says it.
+        return address[0] if isinstance(address, tuple) and not self.proxy_protocol else None
 
     def _pause(self) -> None:
         self.stop()
         self._resume = self.loop.call_later(PAUSE_S, self.start)
 
-    def hold(self, arrival: Arrival) -> None:
+    def hold(self, arrival: Arrival, left_s: float | None = None) -> None:
         """Have an arrival wait for the rest of its head: counted, timed and watched. Drops it where too many wait."""
         if len(self._open) >= self._total:
             self.services.gateway.metrics.overload_total.inc()
@@ -116,7 +141,7 @@ class Listener:
             arrival.drop()
         else:
             self._open.add(arrival)
-            self._deadlines.add(arrival)
+            self._deadlines.add(arrival, left_s)
             arrival.watching = True
             self.poller.add_reader(arrival.sock.fileno(), arrival.on_readable)
 
@@ -133,7 +158,7 @@ class Listener:
         self._sources[source] = count + 1
         return True
 
-    def leave(self, arrival: Arrival) -> None:
+    def forget(self, arrival: Arrival) -> None:
         """Forget an arrival that waited: it is routed or gone."""
         self._open.discard(arrival)
         self._deadlines.discard(arrival)
@@ -156,6 +181,9 @@ class Listener:
         """
         if head.method == b"CONNECT":
             Connect(self.services, arrival, data[head.size :], key).start(head)
+            return
+        if self._is_leaving:
+            self._keep(arrival)
             return
         target = head.target
         if target[:7].lower() == b"http://":
@@ -182,3 +210,11 @@ class Listener:
                 arrival.refuse(error.status, error.reason, error.message)
         else:
             arrival.refuse(404, DenyReason.NOT_FOUND, "there is nothing of this name at the sandbox port")
+
+    def _keep(self, arrival: Arrival) -> None:
+        """Leave a request unanswered for the next process, which reads its head again."""
+        arrival.release()
+        if len(self._kept) < self._total:
+            self._kept.add(arrival)
+        else:
+            arrival.drop()

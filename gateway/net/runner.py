@@ -59,8 +59,8 @@ class RunnerHandoff:
         self._caller = caller
         self._sock = sock
         self._upstream: socket.socket | None = None
-        self._session: Session | None = None
-        self._splicer: Splicer | None = None
+        self.session: Session | None = None
+        self.splicer: Splicer | None = None
         self._task: asyncio.Task[None] | None = None
 
     def start(self, head: Head, target: bytes, early: bytes) -> asyncio.Task[None]:
@@ -90,7 +90,7 @@ class RunnerHandoff:
         if not websocket:
             self._refuse(400, Deny(DenyReason.MALFORMED_REQUEST, "/runner is a WebSocket"))
             return
-        self._session = session
+        self.session = session
         # A runner connects again and resumes, so a stop of the gateway need not wait for it: it would, for every session.
         session.add_closer(self._revoke, resumes=True)
         try:
@@ -129,10 +129,11 @@ class RunnerHandoff:
         answer = await self._await_switch(sock)
         self._upstream = None
         services.gateway.metrics.allowed["runner"].inc()
-        self._splicer = Splicer(
-            services.poller, services.pipes, services.runner_account, self._sock, sock, self._on_close
+        services.runners.add(self)
+        self.splicer = Splicer(
+            services.poller, services.pipes, services.runner_account, self._sock, sock, self.on_close
         )
-        self._splicer.start(early, answer)
+        self.splicer.start(early, answer)
 
     async def _await_switch(self, sock: socket.socket) -> bytes:
         """Return control's answer and what it said after it. Raises _ControlRefusesError if it still speaks HTTP."""
@@ -146,18 +147,34 @@ class RunnerHandoff:
             raise _ControlRefusesError(answer)
         return answer
 
+    def take_up(self, session: Session, splicer: Splicer) -> None:
+        """Go on with a connection that an earlier process had joined to control."""
+        self.session = session
+        session.add_closer(self._revoke, resumes=True)
+        self._services.runners.add(self)
+        self.splicer = splicer
+        splicer.go_on()
+
+    def let_go(self) -> None:
+        """Forget a joined connection: another process goes on with it."""
+        assert self.splicer is not None
+        self._give_back()
+        self.splicer.let_go()
+
     def _revoke(self, reason: CloseReason) -> None:
-        if self._splicer is not None:
-            self._splicer.close(reason)
+        if self.splicer is not None:
+            self.splicer.close(reason)
         elif self._task is not None:
             self._task.cancel()
 
-    def _on_close(self, reason: CloseReason) -> None:
+    def on_close(self, reason: CloseReason) -> None:
+        """The connection has ended."""
         self._give_back()
 
     def _give_back(self) -> None:
-        if self._session is not None:
-            self._session.remove_closer(self._revoke)
+        self._services.runners.discard(self)
+        if self.session is not None:
+            self.session.remove_closer(self._revoke)
         if self._upstream is not None:
             self._upstream.close()
             self._upstream = None

@@ -20,6 +20,8 @@ from gateway.net.resolve import Resolver
 from gateway.registry import UNLIMITED, Session
 
 if TYPE_CHECKING:
+    from gateway.net.connect import Connect
+    from gateway.net.runner import RunnerHandoff
     from gateway.net.waits import Waits
 
 
@@ -53,6 +55,9 @@ class Services:
     facts: HostFacts
     waits: "Waits" = field(init=False)
     runner_account: RunnerAccount = field(default_factory=RunnerAccount)
+    # What can go on in another process: CONNECTs of known sessions, and runners' connections.
+    connects: "set[Connect]" = field(default_factory=set)
+    runners: "set[RunnerHandoff]" = field(default_factory=set)
 
     def count_refusal(self, session: Session | None, kind: str, deny: Deny) -> None:
         """Count a refusal in the metrics and, when the session is known, in its usage."""

@@ -273,6 +273,33 @@ class Splicer:
             else:
                 self.poller.add_reader(flow.source.fileno(), flow.on_readable)
 
+    def go_on(self) -> None:
+        """Begin where an earlier process stopped: what it held and what had ended is set in both flows."""
+        self.marked = self.up.count + self.down.count
+        for flow in (self.up, self.down):
+            if flow.held or flow.in_pipe:
+                flow.writing = True
+                self.poller.add_writer(flow.destination.fileno(), flow.on_writable)
+            elif not flow.ended:
+                self.poller.add_reader(flow.source.fileno(), flow.on_readable)
+
+    def let_go(self) -> None:
+        """Close here without a word to either peer or to `on_close`: another process has both sockets and the pipes.
+
+        They are taken out of the poller one by one, because closing a copy would leave them in it.
+        """
+        self.closed = True
+        up, down = self.up, self.down
+        for flow in (up, down):
+            self.poller.remove_reader(flow.source.fileno())
+            self.poller.remove_writer(flow.source.fileno())
+            if flow.bulk:
+                self.poller.cancel(flow.move_bulk)
+            flow.drop()
+        up.source.close()
+        down.source.close()
+        del up.splicer, down.splicer
+
     def moved(self) -> bool:
         """Tell whether a byte has passed since the last call: the idle sweep's question."""
         total = self.up.count + self.down.count

@@ -1,18 +1,20 @@
-"""What a daemon tells systemd (sd_notify(3)) and what it is handed (sd_listen_fds(3)). Does nothing elsewhere."""
+"""What a daemon tells systemd (sd_notify(3)). Does nothing elsewhere."""
 
 import asyncio
 import os
 import socket
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 
-_FIRST_FD = 3
 # A watchdog is fed this often within its time: one late turn of a loaded machine is not a hang.
 _FEEDINGS = 3
 
 
-def notify(state: str, environment: Mapping[str, str] = os.environ) -> bool:
-    """Send `state` (`READY=1`, `STOPPING=1`, `WATCHDOG=1`) to the service manager; tell whether there is one."""
+def notify(state: str, environment: Mapping[str, str] = os.environ, descriptors: Sequence[int] = ()) -> bool:
+    """Send `state` (`READY=1`, `STOPPING=1`, `WATCHDOG=1`) to the service manager; tell whether there is one.
+
+    It gets copies of `descriptors` with it.
+    """
     path = environment.get("NOTIFY_SOCKET")
     if not path:
         return False
@@ -21,7 +23,10 @@ def notify(state: str, environment: Mapping[str, str] = os.environ) -> bool:
     with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
         try:
             sender.connect(path)
-            sender.send(state.encode())
+            if descriptors:
+                socket.send_fds(sender, [state.encode()], descriptors)
+            else:
+                sender.send(state.encode())
         except OSError:
             return False
     return True
@@ -52,18 +57,3 @@ async def feed_watchdog(prove: Callable[[], Awaitable[object]], environment: Map
         await prove()
         notify("WATCHDOG=1", environment)
         await asyncio.sleep(interval / _FEEDINGS)
-
-
-def passed_sockets(environment: Mapping[str, str] = os.environ) -> dict[str, socket.socket]:
-    """Return the sockets that systemd passed, by their FileDescriptorName."""
-    if environment.get("LISTEN_PID") != str(os.getpid()):
-        return {}
-    count = int(environment.get("LISTEN_FDS", "0"))
-    names = environment.get("LISTEN_FDNAMES", "").split(":")
-    sockets = {}
-    for index in range(count):
-        passed = socket.socket(fileno=_FIRST_FD + index)
-        passed.setblocking(False)
-        os.set_inheritable(passed.fileno(), False)
-        sockets[names[index] if index < len(names) else f"unknown{index}"] = passed
-    return sockets

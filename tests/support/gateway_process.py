@@ -18,6 +18,7 @@ from tests.support.code import readable_code
 from tests.support.daemon import Daemon
 from tests.support.forwarded import Forwarded
 from tests.support.identities import FORWARDER, GATEWAY
+from tests.support.manager import Manager
 from tests.support.sockets import Client
 
 TOKEN: Final = "token-of-a-test"
@@ -62,8 +63,14 @@ class GatewayProcess:
     """One gateway. `sessions` are tables of sessions.toml; the first one's token is TOKEN unless it says otherwise."""
 
     def __init__(
-        self, base: Path, config: dict[str, Any], sessions: Sequence[dict[str, Any]], nofile: int | None = None
+        self,
+        base: Path,
+        config: dict[str, Any],
+        sessions: Sequence[dict[str, Any]],
+        nofile: int | None = None,
+        stored: int | None = None,
     ) -> None:
+        """`stored`: run it under a manager with a descriptor store of this size."""
         self.base = base
         self.port = free_port()
         self.metrics_port = free_port()
@@ -72,14 +79,12 @@ class GatewayProcess:
         self._sessions_file = base / "sessions.toml"
         argv = [sys.executable, "-W", "error", "-m", "gateway", "--config", str(self._config_file)]
         argv += ["--log-level", "DEBUG"]
-        self._daemon = Daemon(
-            argv if nofile is None else ["prlimit", f"--nofile={nofile}", "--", *argv],
-            uid=GATEWAY,
-            groups=[FORWARDER],
-            environment={**os.environ, "PYTHONPATH": str(readable_code()), "HOME": "/nonexistent"},
-            log=base / "gateway.log",
-            notify=base / "notify.sock",
-        )
+        argv = argv if nofile is None else ["prlimit", f"--nofile={nofile}", "--", *argv]
+        environment = {**os.environ, "PYTHONPATH": str(readable_code()), "HOME": "/nonexistent"}
+        log, notify = base / "gateway.log", base / "notify.sock"
+        common: dict[str, Any] = {"uid": GATEWAY, "groups": [FORWARDER], "environment": environment, "log": log}
+        self.manager = None if stored is None else Manager(argv, folder=base, maximum=stored, **common)
+        self._daemon = self.manager or Daemon(argv, notify=notify, **common)
         self.forwarded = doors.forwarded
         self._socket = Path("/nonexistent") if self.forwarded is None else self.forwarded.folder / f"{self.port}.sock"
         sandbox = f"127.0.0.1:{self.port}" if self.forwarded is None else f"unix:{self._socket}"
@@ -120,6 +125,11 @@ class GatewayProcess:
         """The gateway's process id."""
         return self._daemon.pid
 
+    def restart(self) -> None:
+        """Restart it under its manager, which keeps what it left."""
+        assert self.manager is not None
+        self.manager.restart()
+
     def signal(self, number: signal.Signals) -> None:
         """Send a signal."""
         self._daemon.signal(number)
@@ -128,6 +138,9 @@ class GatewayProcess:
         """End it; returns the exit status."""
         if self.forwarded is not None:
             self.forwarded.close_for(self._socket)
+        if self.manager is not None:
+            self.manager.close()
+            return 0
         return self._daemon.stop()
 
     def log(self) -> str:
@@ -181,12 +194,13 @@ def gateway_process(
     sessions: Sequence[dict[str, Any]] = ({"id": "s1"},),
     *,
     nofile: int | None = None,
+    stored: int | None = None,
 ) -> Iterator[GatewayProcess]:
     """Run a gateway for the length of a test."""
     base = Path(tempfile.mkdtemp(prefix="opificia-gateway-"))
     base.chmod(0o755)
     try:
-        with GatewayProcess(base, config or {}, sessions, nofile) as process:
+        with GatewayProcess(base, config or {}, sessions, nofile, stored) as process:
             yield process
     finally:
         shutil.rmtree(base, ignore_errors=True)

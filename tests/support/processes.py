@@ -45,6 +45,7 @@ def spawn(
     env: Mapping[str, str] | None = None,
     cwd: Path | None = None,
     ends_with_us: bool = False,
+    pass_fds: Sequence[int] = (),
 ) -> subprocess.Popen[bytes]:
     """Start `argv` with both outputs to `log`, in a session of its own.
 
@@ -59,6 +60,7 @@ def spawn(
         env=env,
         cwd=cwd,
         start_new_session=True,
+        pass_fds=pass_fds,
     )
 
 

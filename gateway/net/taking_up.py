@@ -1,0 +1,180 @@
+"""Takes up what the process before parked, and goes on with it: counts, deadlines and audit lines included.
+
+What cannot go on (its session's grant is refused, its descriptor is of another kind) is closed, and the others go on.
+"""
+
+import ipaddress
+import logging
+import os
+import socket
+from collections.abc import Sequence
+
+from gateway.core.authority import Authority, parse_authority
+from gateway.core.parked import (
+    Parked,
+    ParkedArrival,
+    ParkedAsking,
+    ParkedFlow,
+    ParkedGreeting,
+    ParkedPair,
+    ParkedRunner,
+    ParkedTunnel,
+)
+from gateway.core.verdict import CloseReason
+from gateway.net.arrival import Arrival
+from gateway.net.connect import Connect
+from gateway.net.listener import Listener
+from gateway.net.runner import RunnerHandoff
+from gateway.net.services import Services, milliseconds_since
+from gateway.net.splice import Account, Flow, Splicer
+from gateway.registry import IPAddress, Registry
+
+log = logging.getLogger("gateway.taking_up")
+
+
+def take_up_sessions(registry: Registry, record: Parked) -> None:
+    """Put the grants of the process before in force, with what was used; what control says next replaces them."""
+    for parked in record.sessions:
+        problems = registry.put(parked.grant)
+        session = registry.get(parked.grant.session)
+        if problems or session is None:
+            log.error("a session of the process before is not taken up: %s", "; ".join(problems))
+        else:
+            session.take_up(parked)
+
+
+class TakingUp:
+    """Takes up the connections of one record. The sessions are in force already."""
+
+    def __init__(self, services: Services, listener: Listener, descriptors: Sequence[int]) -> None:
+        self._services = services
+        self._listener = listener
+        self._descriptors = descriptors
+
+    def run(self, record: Parked) -> None:
+        """Go on with everything: first what holds a slot, then what wants one."""
+        for tunnel in record.tunnels:
+            self._tunnel(tunnel)
+        for greeting in record.greetings:
+            self._greeting(greeting)
+        for runner in record.runners:
+            self._runner(runner)
+        for ending in record.endings:
+            self._services.lingering.take_up(self._socket(ending.client), ending.left_s, ending.discarded)
+        for asking in record.asking:
+            self._asking(asking)
+        for arrival in record.arrivals:
+            self._arrival(arrival)
+
+    def _socket(self, place: int) -> socket.socket:
+        sock = socket.socket(fileno=self._descriptors[place])
+        sock.setblocking(False)
+        return sock
+
+    def _seat(self, client: int, caller: str | None, started: float) -> Arrival:
+        """Return the arrival that a connection began as, in this process."""
+        arrival = Arrival(self._listener, self._socket(client), None)
+        arrival.caller = _address(caller)
+        arrival.started = started
+        arrival.proxied = True
+        return arrival
+
+    def _tunnel(self, parked: ParkedTunnel) -> None:
+        services = self._services
+        connect = Connect(services, self._seat(parked.pair.client, None, parked.started), b"", b"")
+        connect.authority = _authority(parked.authority)
+        connect.address = parked.address
+        session = services.gateway.registry.get(parked.session)
+        if session is None:
+            pair = parked.pair
+            connect.sock.close()
+            self._discard(pair)
+            services.gateway.audit.write(
+                parked.session, "close", "connect", connect.authority.host, connect.authority.port, parked.address,
+                CloseReason.REVOKED, pair.up.count, pair.down.count, milliseconds_since(parked.started),
+            )  # fmt: skip
+            return
+        connect.adopt(session)
+        splicer = self._splicer(parked.pair, connect.sock, session, connect)
+        services.gateway.metrics.tunnels.inc()
+        connect.splicer = splicer
+        services.idle.add(splicer, parked.still)
+        splicer.go_on()
+
+    def _greeting(self, parked: ParkedGreeting) -> None:
+        services = self._services
+        connect = Connect(services, self._seat(parked.client, None, parked.started), parked.early, b"")
+        connect.authority = _authority(parked.authority)
+        connect.address = parked.address
+        connect.rule = parked.rule
+        connect.upstream = self._socket(parked.upstream)
+        session = services.gateway.registry.get(parked.session)
+        if session is None:
+            connect.revoke(CloseReason.REVOKED)
+            return
+        connect.adopt(session)
+        connect.await_hello(parked.left_s)
+
+    def _asking(self, parked: ParkedAsking) -> None:
+        connect = Connect(self._services, self._seat(parked.client, parked.caller, parked.started), parked.early, b"")
+        credentials = (parked.session, bytes.fromhex(parked.token_sha256))
+        connect.ask_again(_authority(parked.authority), credentials, parked.left_s)
+
+    def _runner(self, parked: ParkedRunner) -> None:
+        services = self._services
+        client = self._socket(parked.pair.client)
+        session = services.gateway.registry.get(parked.session)
+        if session is None:
+            client.close()
+            self._discard(parked.pair)
+            return
+        runner = RunnerHandoff(services, None, client)
+        runner.take_up(session, self._splicer(parked.pair, client, services.runner_account, runner))
+
+    def _arrival(self, parked: ParkedArrival) -> None:
+        arrival = self._seat(parked.client, parked.caller, parked.started)
+        arrival.proxied = parked.proxied
+        arrival.buffer = parked.data
+        try:
+            arrival.source = arrival.caller or self._listener.source_of(arrival.sock.getpeername())
+        except OSError:
+            # Its client has left meanwhile.
+            arrival.drop()
+            return
+        self._listener.take_up(arrival, parked.left_s)
+
+    def _splicer(
+        self, pair: ParkedPair, client: socket.socket, account: Account, owner: Connect | RunnerHandoff
+    ) -> Splicer:
+        services = self._services
+        upstream = self._socket(pair.upstream)
+        splicer = Splicer(services.poller, services.pipes, account, client, upstream, owner.on_close)
+        self._flow(splicer.up, pair.up, account)
+        self._flow(splicer.down, pair.down, account)
+        return splicer
+
+    def _flow(self, flow: Flow, parked: ParkedFlow, account: Account) -> None:
+        flow.count = parked.count
+        flow.held = parked.held
+        flow.ended = parked.ended
+        flow.shut = parked.shut
+        if parked.pipe is not None:
+            flow.pipe = (self._descriptors[parked.pipe[0]], self._descriptors[parked.pipe[1]])
+            flow.in_pipe = parked.in_pipe
+            flow.bulk = True
+            self._services.pipes.adopt(flow.pipe, account)
+
+    def _discard(self, pair: ParkedPair) -> None:
+        """Close all of a pair but the client's socket."""
+        os.close(self._descriptors[pair.upstream])
+        for flow in (pair.up, pair.down):
+            for place in flow.pipe or ():
+                os.close(self._descriptors[place])
+
+
+def _authority(text: str) -> Authority:
+    return parse_authority(text.encode())
+
+
+def _address(text: str | None) -> IPAddress | None:
+    return None if text is None else ipaddress.ip_address(text)

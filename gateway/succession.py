@@ -1,0 +1,146 @@
+"""From one gateway process to the next: what is left to the service manager at the end, and found there at the start.
+
+A stop is a restart as far as a process can know, so whatever can go on is parked each time; if no process comes, the
+manager drops it, and it ends then.
+"""
+
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Mapping
+from typing import Final
+
+from gateway.core.parked import MAX_BYTES, Parked, ParkedError, decode_parked, encode_parked
+from gateway.net.parking import Parking
+from gateway.runtime import fdstore
+from gateway.runtime.addresses import TcpAddress, UnixAddress, listen
+
+log = logging.getLogger("gateway.succession")
+
+# Names in the manager's store. Short: they come back in the environment.
+PARCEL: Final = "parked"
+# There while a gateway runs: whoever finds it, and no parcel, comes after one that had no time to park.
+ALIVE: Final = "alive"
+
+
+class Inheritance:
+    """What this process was given at its start: sockets to listen on, and what the process before left."""
+
+    def __init__(self, passed: Mapping[str, list[int]]) -> None:
+        self._passed = {name: list(descriptors) for name, descriptors in passed.items()}
+        self.descriptors: list[int] = []
+        self.record: Parked | None = None
+        self._listeners: dict[str, int] = {}
+        alive, parcels = self._passed.pop(ALIVE, []), self._passed.pop(PARCEL, [])
+        for descriptor in alive:
+            os.close(descriptor)
+        for descriptor in parcels:
+            with socket.socket(fileno=descriptor) as parcel:
+                self._open(parcel)
+        if parcels:
+            # Empty now: a crash from here on loses what any crash loses.
+            fdstore.remove(PARCEL)
+        elif alive:
+            log.warning(
+                "the gateway before this one ended without handing over (a crash, or killed): its tunnels are cut, "
+                "their last audit lines and at most a second of their usage are lost"
+            )
+
+    def _open(self, parcel: socket.socket) -> None:
+        try:
+            data, descriptors = fdstore.receive(parcel, MAX_BYTES)
+            try:
+                record = decode_parked(data, len(descriptors))
+            except ParkedError:
+                _close(descriptors)
+                raise
+        except (fdstore.ParcelError, ParkedError) as error:
+            log.error("what the gateway before this one left cannot be taken up, its tunnels are cut: %s", error)
+            return
+        if self.record is not None:
+            log.error("the gateway before this one left two records; the first is taken up")
+            _close(descriptors)
+            return
+        self.record, self.descriptors = record, descriptors
+        self._listeners = {name: descriptors[place] for name, place in record.listeners.items()}
+
+    def listening(self, name: str, address: TcpAddress | UnixAddress) -> tuple[socket.socket, bool]:
+        """Return the socket to listen on, and whether it is the manager's. Raises ListenError.
+
+        It is the one that the manager passed; or what the process before listened on, if the address is still the same;
+        or a new one.
+        """
+        if passed := self._passed.pop(name, None):
+            _close(passed[1:])
+            return _listening(passed[0]), True
+        if (left := self._listeners.pop(name, None)) is not None:
+            sock = _listening(left)
+            if _is_at(sock, address):
+                return sock, False
+            sock.close()
+        return listen(address), False
+
+    def close_rest(self) -> None:
+        """Close what was given and is not wanted."""
+        for name, descriptors in self._passed.items():
+            log.warning("descriptors that the manager passed as %r are not known and closed", name)
+            _close(descriptors)
+        _close(list(self._listeners.values()))
+
+
+def _listening(descriptor: int) -> socket.socket:
+    sock = socket.socket(fileno=descriptor)
+    sock.setblocking(False)
+    return sock
+
+
+def _is_at(sock: socket.socket, address: TcpAddress | UnixAddress) -> bool:
+    name = sock.getsockname()
+    if isinstance(address, UnixAddress):
+        return bool(name == address.path)
+    return isinstance(name, tuple) and name[:2] == (address.host, address.port)
+
+
+def _close(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):
+            os.close(descriptor)
+
+
+def announce() -> None:
+    """Have the manager keep the sign that a gateway runs."""
+    if fdstore.is_offered():
+        sign = os.memfd_create(ALIVE, os.MFD_CLOEXEC)
+        fdstore.store(ALIVE, sign)
+        os.close(sign)
+
+
+def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket]) -> bool:
+    """Park everything in the manager's store; False, and nothing has changed, if the manager does not keep it.
+
+    Never waits but for the manager, for at most five seconds; nothing moves meanwhile.
+    """
+    record, descriptors = parking.pack(listeners)
+    try:
+        parcel = fdstore.Parcel(encode_parked(record), descriptors)
+    except fdstore.ParcelError as error:
+        log.error("%s; what is open is drained and then cut", error)
+        return False
+    try:
+        fdstore.remove(ALIVE)
+        fdstore.store(PARCEL, parcel.far.fileno())
+        reached = fdstore.barrier()
+        parcel.far.close()
+        if not (reached and parcel.is_held):
+            # Should it keep it late, two processes would hold the same connections.
+            fdstore.remove(PARCEL)
+            log.error(
+                "the service manager keeps no descriptors (FileDescriptorStoreMax=); what is open is drained and then cut"
+            )
+            return False
+    finally:
+        parcel.close()
+    parking.let_go()
+    log.info("left %d connections to the next process", record.connections)
+    return True
