@@ -21,12 +21,6 @@ RESERVED_MEMORY_BYTES: Final = 2 * GIB
 CPU_OVERBOOKING: Final = 4
 
 
-# Limits for which 0 means none.
-_NO_LIMIT: Final = frozenset(
-    {"max_running", "never_launched_ms", "keep_ended_ms", "keep_ended_sessions", "keep_ended_bytes"}
-)
-
-
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """A table of settings that checks itself: one ValueError, a line for each problem."""
 
@@ -140,16 +134,6 @@ class _Docker(DockerSettings, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("\n".join(problems))
 
 
-class _Limits(ControlLimits, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    def __post_init__(self) -> None:
-        negative = [name for name in self.__struct_fields__ if getattr(self, name) < 0]
-        zero = [name for name in self.__struct_fields__ if getattr(self, name) == 0 and name not in _NO_LIMIT]
-        problems = [f"{name}: must not be negative" for name in negative]
-        problems += [f"{name}: must be above 0" for name in zero]
-        if problems:
-            raise ValueError("\n".join(problems))
-
-
 class ControlConfig(_Strict, frozen=True):
     """control.toml."""
 
@@ -163,7 +147,7 @@ class ControlConfig(_Strict, frozen=True):
     gateway: GatewaySettings = GatewaySettings()
     sandbox: _Sandbox = _Sandbox()
     admission: AdmissionSettings = AdmissionSettings()
-    limits: _Limits = _Limits()
+    limits: ControlLimits = ControlLimits()
 
     def capacity(self, host_memory_bytes: int, host_cpus: int) -> Capacity:
         """Return what all sandboxes together may take on a host of this size."""

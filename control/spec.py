@@ -11,7 +11,7 @@ import msgspec
 
 from gateway.contract.ids import is_session_id
 from gateway.contract.limits import MIB
-from gateway.contract.policy import EgressBudget, ModelBudget, NetworkLevel
+from gateway.contract.policy import EgressBudget, ModelBudget, NetworkLevel, budget_problems
 from gateway.core.rules import HostRule, RuleError
 
 # execve(2) takes 128 KiB in one string and a quarter of the stack in all; a request larger than that cannot start.
@@ -23,7 +23,6 @@ MAX_RULES: Final = 1_000
 # A DNS name is at most 253 characters (RFC 1035 §2.3.4); "*." and ":65535" come on top.
 MAX_RULE_CHARACTERS: Final = 262
 # JSON numbers are exact up to 2^53 (RFC 8259 §6).
-MAX_NUMBER: Final = 2**53
 # The engine itself refuses less than 6 MiB; a shell with a runner needs about 30.
 MIN_MEMORY_BYTES: Final = 64 * MIB
 MIN_PIDS: Final = 16
@@ -182,12 +181,7 @@ def policy_problems(policy: SessionPolicy) -> list[str]:
         if len(rules) > MAX_RULES:
             problems.append(f"{field}: more than {MAX_RULES} rules")
         problems += rule_problems(field, rules[:MAX_RULES])
-    for name, budget in (("egress_budget", policy.egress_budget), ("model_budget", policy.model_budget)):
-        for field in budget.__struct_fields__:
-            if not 0 <= getattr(budget, field) <= MAX_NUMBER:
-                problems.append(f"{name}.{field}: must be between 0 and 2^53")
-    if policy.egress_budget.connections == 0:
-        problems.append("egress_budget.connections: must be at least 1; use network = none for no connections")
+    problems += budget_problems(policy.egress_budget, policy.model_budget)
     if len(policy.models) > MAX_RULES or any(not 0 < len(model) <= 256 for model in policy.models):
         problems.append(f"models: at most {MAX_RULES} names of 1 to 256 characters")
     return problems

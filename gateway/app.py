@@ -4,6 +4,7 @@ import asyncio
 import gc
 import ipaddress
 import logging
+import os
 import secrets
 import signal
 import socket
@@ -86,6 +87,8 @@ class App:
             ready=not config.listen.contract,
             max_waiters=config.limits.egress_waiters_per_session,
         )
+        if (folder := config.audit.dir) and not os.access(folder, os.W_OK | os.X_OK):
+            raise StartError(f"[audit] dir {folder} cannot be written; make it, with the gateway's user as its owner")
         audit = AuditLog(config.audit.dir, config.limits.max_egress_log_lines)
         try:
             self.gateway = Gateway(config, registry, audit, Metrics(), self._key)

@@ -1,22 +1,27 @@
 """gateway.toml as frozen structs. What each setting means stands in docs/configuration.md; every problem is reported at once."""
 
 import ipaddress
+import re
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 
-from gateway.contract.ids import is_session_id, token_sha256
+from gateway.contract.ids import is_session_id, is_sha256, token_sha256
 from gateway.contract.limits import GatewayLimits
-from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel
+from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel, budget_problems
 from gateway.core.authority import AuthorityError, parse_authority
 from gateway.core.decide import TrustedNetwork
 from gateway.core.providers import ProviderSettings, parse_upstream
 from gateway.core.rules import HostRule, RuleError
-from gateway.runtime.addresses import AddressError, parse_address
+from gateway.runtime.addresses import AddressError, UnixAddress, parse_address
 from gateway.runtime.settings import Problem, SettingsError, load
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 DNS_PORT = 53
+# Half of what credentials may have: Basic sends them in base64, with the session id before them.
+_match_token = re.compile(r"[\x21-\x7e]{1,512}").fullmatch
 
 
 class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -32,11 +37,13 @@ class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
         return []
 
 
-def _address_problem(name: str, text: str) -> list[str]:
+def _address_problem(name: str, text: str, *, unix_only: bool = False) -> list[str]:
     try:
-        parse_address(text)
+        address = parse_address(text)
     except AddressError as error:
         return [f"{name}: {error}"]
+    if unix_only and not isinstance(address, UnixAddress):
+        return [f"{name}: {text!r} must be a unix socket, unix:/path: whoever can connect is trusted"]
     return []
 
 
@@ -46,6 +53,10 @@ def _network_problem(name: str, text: str) -> list[str]:
     except ValueError as error:
         return [f"{name}: {error}"]
     return []
+
+
+def _repeated(names: Iterable[str]) -> list[str]:
+    return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
 class ListenSettings(_Strict, frozen=True):
@@ -59,9 +70,10 @@ class ListenSettings(_Strict, frozen=True):
 
     def problems(self) -> list[str]:
         problems = _address_problem("sandbox", self.sandbox)
-        for name in ("contract", "metrics"):
-            if getattr(self, name):
-                problems += _address_problem(name, getattr(self, name))
+        if self.contract:
+            problems += _address_problem("contract", self.contract, unix_only=True)
+        if self.metrics:
+            problems += _address_problem("metrics", self.metrics)
         return problems
 
 
@@ -80,6 +92,9 @@ class TrustedSettings(_Strict, frozen=True):
 
     def problems(self) -> list[str]:
         problems = _network_problem("network", self.network)
+        problems += [
+            f"{name}: is empty, so the entry opens nothing" for name in ("hosts", "ports") if not getattr(self, name)
+        ]
         problems += [f"ports: {port} is not a port" for port in self.ports if not 0 < port < 65536]
         for host in self.hosts:
             try:
@@ -149,8 +164,7 @@ class ModelSettings(_Strict, frozen=True):
             parse_upstream(self.upstream)
         except ValueError as error:
             problems.append(f"upstream: {error}")
-        names = [each.name for each in self.provider]
-        problems += [f"provider: {name!r} is there twice" for name in sorted({n for n in names if names.count(n) > 1})]
+        problems += [f"provider: {name!r} is there twice" for name in _repeated(each.name for each in self.provider)]
         return problems
 
 
@@ -200,6 +214,11 @@ class SessionSettings(_Strict, frozen=True):
             problems.append(f"id: {self.id[:80]!r} is not 1 to 64 of a-z, 0-9 and -")
         if bool(self.token) == bool(self.token_sha256):
             problems.append("token: give exactly one of token and token_sha256")
+        if self.token and _match_token(self.token) is None:
+            problems.append("token: is not 1 to 512 printable ASCII characters without blanks, as clients can send it")
+        if self.token_sha256 and not is_sha256(self.token_sha256):
+            problems.append("token_sha256: is not 64 lower-case hex digits")
+        problems += budget_problems(self.egress_budget, self.model_budget)
         for field in ("allow", "deny"):
             for text in getattr(self, field):
                 try:
@@ -234,9 +253,11 @@ class SessionsFile(_Strict, frozen=True):
     session: tuple[SessionSettings, ...] = ()
 
     def problems(self) -> list[str]:
-        seen: set[str] = set()
-        twice = {each.id for each in self.session if each.id in seen or seen.add(each.id)}  # type: ignore[func-returns-value]
-        return [f"session: {name!r} is there twice" for name in sorted(twice)]
+        twice = _repeated(each.id for each in self.session)
+        shared = _repeated(str(ipaddress.ip_address(each.address)) for each in self.session if each.address is not None)
+        return [f"session: {name!r} is there twice" for name in twice] + [
+            f"session: address {address} is given to two sessions" for address in shared
+        ]
 
 
 def load_config(path: Path) -> GatewayConfig:

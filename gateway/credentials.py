@@ -53,7 +53,10 @@ class ModelKey:
                 mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)
                 raw = file.read(MAX_KEY_BYTES + 1)
         except OSError as error:
-            raise ModelKeyError(f"the model key {self._path} cannot be read: {error.strerror}") from error
+            raise ModelKeyError(
+                f"the model key {self._path} cannot be read: {error.strerror}; put the key there, readable for the"
+                " gateway's user alone"
+            ) from error
         if self._check_mode and mode & 0o077:
             raise ModelKeyError(f"the model key {self._path} can be read by others: chmod 600 {self._path}")
         key = raw.strip()

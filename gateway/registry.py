@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
-from gateway.contract.ids import is_session_id
-from gateway.contract.policy import Grant, Usage
+from gateway.contract.ids import is_session_id, is_sha256
+from gateway.contract.policy import Grant, Usage, budget_problems
 from gateway.core.budget import Slots
 from gateway.core.model_budget import ModelAccount
 from gateway.core.parked import ParkedSession
@@ -148,6 +148,8 @@ class Registry:
         self._require_address = require_address
         self._max_waiters = max_waiters
         self._sessions: dict[str, Session] = {}
+        # Whose each container address is.
+        self._holders: dict[IPAddress, str] = {}
         self._waiting: set[Callable[[], None]] = set()
         # False from start until control's first snapshot: an unknown session may only be not known yet.
         self.ready = ready
@@ -183,22 +185,19 @@ class Registry:
 
     def put(self, grant: Grant) -> tuple[str, ...]:
         """Put a grant in force, replacing the session's earlier one. Returns its problems; with any, nothing changed."""
-        problems = []
+        problems = budget_problems(grant.egress_budget, grant.model_budget)
         if not is_session_id(grant.session):
             problems.append("the session id is not 1 to 64 of a-z, 0-9 and -")
-        if len(grant.token_sha256) != 64 or set(grant.token_sha256) - set("0123456789abcdef"):
+        if not is_sha256(grant.token_sha256):
             problems.append("token_sha256 is not 64 lower-case hex digits")
         if grant.address is not None:
             try:
-                ip_address(grant.address)
+                holder = self._holders.get(ip_address(grant.address), grant.session)
             except ValueError:
                 problems.append("address is not an IP address")
             else:
-                problems += [
-                    f"address is session {other.id}'s"
-                    for other in self._sessions.values()
-                    if other.id != grant.session and other.grant.address == grant.address
-                ]
+                if holder != grant.session:
+                    problems.append(f"address is session {holder}'s")
         try:
             policy = Policy.compile(grant.network, grant.allow, grant.deny, self._registries)
         except RuleErrors as error:
@@ -207,17 +206,25 @@ class Registry:
             return tuple(problems)
         session = self._sessions.get(grant.session)
         if session is None:
-            self._sessions[grant.session] = Session(grant, policy, self._max_waiters)
+            session = self._sessions[grant.session] = Session(grant, policy, self._max_waiters)
         else:
+            self._release_address(session)
             session.replace(grant, policy)
+        if session.address is not None:
+            self._holders[session.address] = session.id
         return ()
 
     def revoke(self, session_id: str) -> Session | None:
         """Forget a session and close what is open in its name. Returns it for its last counts."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
+            self._release_address(session)
             session.close(CloseReason.REVOKED)
         return session
+
+    def _release_address(self, session: Session) -> None:
+        if session.address is not None:
+            del self._holders[session.address]
 
     def replace_all(self, grants: Iterable[Grant]) -> tuple[str, ...]:
         """Put the whole picture in force: sessions that are not in it are revoked. Returns every problem."""

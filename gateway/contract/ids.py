@@ -6,6 +6,7 @@ import secrets
 from typing import Final
 
 SESSION_ID: Final = re.compile(r"[a-z0-9-]{1,64}", re.ASCII)
+_SHA256: Final = re.compile(r"[0-9a-f]{64}", re.ASCII)
 # 256 bits, as RFC 6750 asks of bearer tokens (§5.2: hard to guess); URL-safe, so it fits in a proxy URL as it is.
 TOKEN_BYTES: Final = 32
 
@@ -13,6 +14,11 @@ TOKEN_BYTES: Final = 32
 def is_session_id(text: str) -> bool:
     """Tell whether `text` is a session id: 1 to 64 of `a-z`, `0-9`, `-`."""
     return SESSION_ID.fullmatch(text) is not None
+
+
+def is_sha256(text: str) -> bool:
+    """Tell whether `text` is a SHA-256 as 64 lower-case hex digits."""
+    return _SHA256.fullmatch(text) is not None
 
 
 def new_session_id() -> str:

@@ -3,6 +3,8 @@
 Plain units stand in the names; every value can be set smaller, which is how tests reach minutes and gigabytes.
 """
 
+from typing import ClassVar
+
 import msgspec
 
 KIB = 1024
@@ -10,8 +12,24 @@ MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 
-class GatewayLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class _Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """Whole numbers of at least 1, or 0 where that has a meaning. Raises ValueError, a line for each problem."""
+
+    may_be_zero: ClassVar[frozenset[str]] = frozenset()
+
+    def __post_init__(self) -> None:
+        least = {name: 0 if name in self.may_be_zero else 1 for name in self.__struct_fields__}
+        problems = [f"{name}: must be at least {low}" for name, low in least.items() if getattr(self, name) < low]
+        if problems:
+            raise ValueError("\n".join(problems))
+
+
+class GatewayLimits(_Limits, frozen=True):
     """What the gateway enforces."""
+
+    may_be_zero = frozenset(
+        {"dns_cache_names", "dns_min_ttl_s", "drain_ms", "egress_waiters_per_session", "resync_wait_ms"}
+    )
 
     # Largest model request, declared or chunked. The provider's own limit is 32 MB.
     max_request_bytes: int = 32 * MIB
@@ -45,8 +63,12 @@ class GatewayLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_
     drain_ms: int = 30_000
 
 
-class ControlLimits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+class ControlLimits(_Limits, frozen=True):
     """What control enforces."""
+
+    may_be_zero = frozenset(
+        {"keep_ended_bytes", "keep_ended_ms", "keep_ended_sessions", "max_running", "never_launched_ms"}
+    )
 
     hello_timeout_ms: int = 180_000
     stop_grace_ms: int = 10_000

@@ -1,8 +1,12 @@
 """What a session may do, as control grants it and the gateway enforces it. A grant is whole: it replaces the one before."""
 
 import enum
+from typing import Final
 
 import msgspec
+
+# The largest whole number that JSON carries everywhere (RFC 8259 §6).
+MAX_NUMBER: Final = 2**53
 
 
 class NetworkLevel(enum.StrEnum):
@@ -26,6 +30,19 @@ class ModelBudget(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     requests_per_minute: int = 0
     input_tokens: int = 0
     output_tokens: int = 0
+
+
+def budget_problems(egress: EgressBudget, model: ModelBudget) -> list[str]:
+    """Return every problem of a session's budgets, each a sentence that begins with the field."""
+    problems = [
+        f"{name}.{field}: must be between 0 and 2^53"
+        for name, budget in (("egress_budget", egress), ("model_budget", model))
+        for field in budget.__struct_fields__
+        if not 0 <= getattr(budget, field) <= MAX_NUMBER
+    ]
+    if egress.connections == 0:
+        problems.append("egress_budget.connections: must be at least 1; use network = none for no connections")
+    return problems
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

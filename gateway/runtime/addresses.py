@@ -1,9 +1,18 @@
 """Listen and connect addresses as they stand in settings: `unix:/path`, `host:port`, `[v6]:port`."""
 
+import errno
 import ipaddress
 import socket
+import stat
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
+
+_REMEDIES: Final = {
+    errno.EADDRINUSE: "stop what uses it or change it under [listen]",
+    errno.EACCES: "give the daemon's user the right to it or change it under [listen]",
+    errno.ENOENT: "make its folder, writable for the daemon's user, or change it under [listen]",
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,22 +84,34 @@ def listen(address: UnixAddress | TcpAddress, backlog: int = 4096, mode: int = 0
         server.listen(backlog)
     except OSError as error:
         server.close()
-        raise ListenError(
-            f"cannot listen on {address}: {error.strerror}; stop what uses it or change it under [listen]"
-        ) from error
+        raise _refused(address, error) from error
     server.setblocking(False)
     return server
 
 
 def _remove_stale(address: UnixAddress) -> None:
     """Remove the socket file that a killed process left. bind(2) refuses an existing name even when nobody listens."""
+    path = Path(address.path)
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
         probe.settimeout(1)
         try:
             probe.connect(address.path)
         except ConnectionRefusedError:
-            Path(address.path).unlink(missing_ok=True)
+            # connect(2) says so of any other file as well, and that is somebody's.
+            if not stat.S_ISSOCK(path.lstat().st_mode):
+                raise ListenError(
+                    f"cannot listen on {address}: there is a file that is no socket; move it away"
+                ) from None
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise _refused(address, error) from error
         except OSError:
             return
         else:
             raise ListenError(f"cannot listen on {address}: another process answers there; stop it first")
+
+
+def _refused(address: UnixAddress | TcpAddress, error: OSError) -> ListenError:
+    remedy = _REMEDIES.get(error.errno or 0, "change it under [listen]")
+    return ListenError(f"cannot listen on {address}: {error.strerror}; {remedy}")

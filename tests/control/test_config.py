@@ -117,7 +117,7 @@ async def test_a_wrong_configuration_is_exit_78(root: Path) -> None:
         code, err = await control("--config", str(path), *arguments)
         assert code == 78
         assert len(err.splitlines()) == 2
-        assert f"{path}: line 13: limits.hello_timeout_ms: must be above 0" in err
+        assert f"{path}: line 13: limits.hello_timeout_ms: must be at least 1" in err
     assert (await control("--config", str(root / "none.toml")))[0] == 78
     assert await control("--config", str(write(root)), "--check-config") == (0, "")
 

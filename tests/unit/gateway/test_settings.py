@@ -72,6 +72,40 @@ def test_sessions_report_every_problem() -> None:
     }
 
 
+BAD_SESSIONS = """\
+[[session]]
+id = "a"
+token_sha256 = "zz"
+address = "10.0.0.1"
+egress_budget = { bytes = -5, connections = 0 }
+
+[[session]]
+id = "b"
+token = "a token"
+address = "10.0.0.2"
+model_budget = { requests_per_minute = -1 }
+"""
+
+
+def test_a_session_that_could_never_be_used_is_a_problem() -> None:
+    problems = problems_of(BAD_SESSIONS, SessionsFile)
+    assert [tuple(problem.split(": ")[:2]) for problem in problems] == [
+        ("line 3", "session[0].token_sha256"),
+        ("line 5", "session[0].egress_budget.bytes"),
+        ("line 5", "session[0].egress_budget.connections"),
+        ("line 9", "session[1].token"),
+        ("line 11", "session[1].model_budget.requests_per_minute"),
+    ]
+
+
+def test_two_sessions_never_share_a_name_or_an_address() -> None:
+    text = "".join(f'[[session]]\nid = "a"\ntoken = "t"\naddress = "{address}"\n' for address in ("::1", "0::1"))
+    assert problems_of(text, SessionsFile) == [
+        "session: 'a' is there twice",
+        "session: address ::1 is given to two sessions",
+    ]
+
+
 def test_what_is_missing_is_named() -> None:
     assert problems_of("[[session]]\n", SessionsFile) == ["line 1: session[0].id: is missing"]
 
