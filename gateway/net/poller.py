@@ -13,6 +13,12 @@ from typing import Final, Protocol
 
 # Sockets served before the loop's other work (timers, model streams, name look-ups) gets its turn.
 EVENTS_PER_TURN: Final = 64
+# How long the poller looks again and again before it lets the loop sleep, once QUICK batches in a row came within this time
+# of the one before. To sleep and be woken costs a message more than it waits here, in time and in CPU (Linux does the same for
+# idle virtual machines: Documentation/virt/guest-halt-polling.rst). Who sends just too slowly makes it wait in vain once in
+# QUICK batches.
+SPIN_S: Final = 50e-6
+QUICK: Final = 8
 # Deferred work begins no other piece after this time before sockets are looked at again: a small message waits for one
 # piece of bulk, not for all tunnels'.
 TURN_S: Final = 0.001
@@ -73,10 +79,20 @@ class Poller:
         self._calling = False
         # Work that waits until all events of a batch are served, in the order it came.
         self._deferred: dict[Callback, None] = {}
+        # When the last batch was served, how many before it came quickly, and until when to look again without a sleep.
+        self._served = 0.0
+        self._quick = 0
+        self._spin_end = 0.0
+        self._spinning: asyncio.Handle | None = None
         loop.add_reader(self._epoll.fileno(), self._on_ready)
 
     def __len__(self) -> int:
         return len(self._watches)
+
+    @property
+    def spinning(self) -> bool:
+        """Whether it looks again at once instead of letting the loop sleep."""
+        return self._spinning is not None
 
     def add_reader(self, fd: int, callback: Callback, /) -> None:
         """Call `callback` whenever there is something to read on a socket, an end or an error included."""
@@ -137,6 +153,8 @@ class Poller:
     def close(self) -> None:
         """Watch nothing any more."""
         self._deferred.clear()
+        if self._spinning is not None:
+            self._spinning.cancel()
         self._loop.remove_reader(self._epoll.fileno())
         self._watches.clear()
         self._epoll.close()
@@ -157,10 +175,33 @@ class Poller:
         watch.events = wanted
 
     def _on_ready(self) -> None:
+        batch = self._epoll.poll(0, EVENTS_PER_TURN)
+        if not batch:
+            return
+        self._quick = self._quick + 1 if time.monotonic() - self._served < SPIN_S else 0
+        self._serve(batch)
+        if self._deferred:
+            self._run_deferred()
+            # Bulk is so much work a batch that sleeping costs little beside it.
+            self._quick = 0
+        self._served = time.monotonic()
+        if self._quick >= QUICK:
+            self._spin_end = self._served + SPIN_S
+            if self._spinning is None:
+                self._spinning = self._loop.call_soon(self._spin)
+
+    def _spin(self) -> None:
+        """Look again, with a turn of the loop in between: its sockets and timers wait for none of this."""
+        self._spinning = None
+        self._on_ready()
+        if self._spinning is None and time.monotonic() < self._spin_end:
+            self._spinning = self._loop.call_soon(self._spin)
+
+    def _serve(self, batch: list[tuple[int, int]]) -> None:
         turn = self._turn = self._turn + 1
         less = self._less
         watches = self._watches
-        for fd, events in self._epoll.poll(0, EVENTS_PER_TURN):
+        for fd, events in batch:
             watch = watches.get(fd)
             if watch is None or watch.turn == turn:
                 continue
@@ -178,8 +219,6 @@ class Poller:
                         if watch is not None:
                             self._apply(each, watch)
                     less.clear()
-        if self._deferred:
-            self._run_deferred()
 
     def _run_deferred(self) -> None:
         deferred = self._deferred

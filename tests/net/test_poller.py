@@ -7,7 +7,8 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from gateway.net.poller import TURN_S, Poller
+from gateway.net import poller as poller_module
+from gateway.net.poller import QUICK, SPIN_S, TURN_S, Poller
 
 
 @pytest.fixture
@@ -25,6 +26,23 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
     yield left, right
     left.close()
     right.close()
+
+
+class Clock:
+    """The poller's clock; it stands still until told otherwise."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(poller_module, "time", clock)
+    return clock
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -264,3 +282,83 @@ async def test_deferred_work_that_is_taken_back_is_not_done(
     await until(lambda: bool(done))
     await turns()
     assert done == ["read"]
+
+
+class Talk:
+    """Messages that a reader of the poller takes one by one."""
+
+    def __init__(self, poller: Poller, pair: tuple[socket.socket, socket.socket]) -> None:
+        self._left, self._right = pair
+        self.read: list[bytes] = []
+        poller.add_reader(self._left.fileno(), lambda: self.read.append(self._left.recv(1)))
+
+    async def messages(self, count: int) -> None:
+        for _ in range(count):
+            before = len(self.read)
+            self._right.send(b"x")
+            await until(lambda before=before: len(self.read) > before)  # type: ignore[misc]
+
+
+async def test_does_not_let_the_loop_sleep_while_messages_come_quickly_and_rests_soon_after(
+    poller: Poller, pair: tuple[socket.socket, socket.socket], clock: Clock
+) -> None:
+    talk = Talk(poller, pair)
+    await talk.messages(QUICK)
+    assert not poller.spinning
+    await talk.messages(1)
+    assert poller.spinning
+    # Timers and whatever else the loop has to do go on meanwhile.
+    await turns()
+    assert poller.spinning
+    await talk.messages(3)
+    clock.now += 2 * SPIN_S
+    await until(lambda: not poller.spinning)
+    # What comes after such a pause is alone again.
+    await talk.messages(1)
+    assert not poller.spinning
+
+
+async def test_rests_between_messages_that_come_slowly(
+    poller: Poller, pair: tuple[socket.socket, socket.socket], clock: Clock
+) -> None:
+    talk = Talk(poller, pair)
+    for _ in range(3 * QUICK):
+        clock.now += 2 * SPIN_S
+        await talk.messages(1)
+        assert not poller.spinning
+
+
+async def test_rests_between_pieces_of_bulk(
+    poller: Poller, pair: tuple[socket.socket, socket.socket], clock: Clock
+) -> None:
+    left, right = pair
+    read: list[bytes] = []
+    poller.add_reader(left.fileno(), lambda: poller.defer(lambda: read.append(left.recv(1))))
+    for _ in range(3 * QUICK):
+        read.clear()
+        right.send(b"x")
+        await until(lambda: bool(read))
+        assert not poller.spinning
+
+
+async def test_a_callback_that_raises_ends_no_later_spin(
+    poller: Poller, pair: tuple[socket.socket, socket.socket], clock: Clock
+) -> None:
+    loop = asyncio.get_running_loop()
+    reported: list[object] = []
+    loop.set_exception_handler(lambda _loop, context: reported.append(context.get("exception")))
+    talk = Talk(poller, pair)
+    await talk.messages(QUICK + 1)
+    failing, peer = socket.socketpair()
+
+    def fail() -> None:
+        poller.forget(failing.fileno())
+        raise ZeroDivisionError
+
+    poller.add_reader(failing.fileno(), fail)
+    peer.send(b"x")
+    await until(lambda: bool(reported))
+    await talk.messages(QUICK + 1)
+    assert poller.spinning
+    failing.close()
+    peer.close()

@@ -184,6 +184,25 @@ async def test_bulk_both_ways_at_once_is_byte_exact(gateway: GatewayProcess) -> 
     assert line["bytes_down"] == len(data)
 
 
+async def test_a_conversation_that_turns_into_bulk_and_back_is_byte_exact(gateway: GatewayProcess) -> None:
+    data, total = os.urandom(3_000_001), 0
+    async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+        for _ in range(3):
+            for number in range(50):
+                message = b"%d" % number
+                await client.send(message)
+                assert await client.read_exactly(len(message)) == message
+                total += len(message)
+            sending = asyncio.create_task(client.send(data))
+            assert await client.read_exactly(len(data)) == data
+            await sending
+            total += len(data)
+        client.end()
+        assert await client.read_to_end() == b""
+    line = await gateway.await_audit("s1", event="close", bytes_up=total)
+    assert (line["reason"], line["bytes_down"]) == ("done", total)
+
+
 async def test_a_silent_tunnel_is_closed_at_the_idle_limit_and_a_slow_one_kept() -> None:
     with gateway_process({"limits": {"egress_idle_ms": 800}}) as gateway:
         async with echo_server() as server:
