@@ -12,7 +12,7 @@ import socket
 from typing import Final
 
 from gateway.core.credentials import parse_bearer
-from gateway.core.head import Head
+from gateway.core.head import Head, HeadError
 from gateway.core.replies import refusal
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 from gateway.net.services import Services
@@ -65,6 +65,8 @@ class RunnerHandoff:
 
     def start(self, head: Head, target: bytes, early: bytes) -> asyncio.Task[None]:
         """Begin; the returned task ends when the connection is spliced or refused. Raises HeadError on a bad head."""
+        if not self._services.gateway.config.runner.upstream:
+            raise HeadError(404, DenyReason.NOT_FOUND, "this gateway has no control daemon to hand a runner to")
         # Exactly as it stands in OPIFICIA_RUNNER_URL; anything else names no session.
         named = _TARGET.fullmatch(target)
         session_id = "" if named is None else named[1].decode("ascii")
@@ -111,6 +113,11 @@ class RunnerHandoff:
             log.warning("runner of session %s: control cannot be reached: %s", session.id, type(error).__name__)
             self._give_back()
             self._refuse(503, Deny(DenyReason.NOT_READY, "the control daemon cannot be reached; try again"))
+        except BaseException:
+            # Whatever it was, nothing stays behind: the session would hold the connection as long as it lives.
+            self._give_back()
+            self._sock.close()
+            raise
 
     async def _hand_over(self, session: Session, key: bytes, early: bytes) -> None:
         services = self._services

@@ -109,6 +109,19 @@ async def test_says_503_while_control_is_away() -> None:
             assert refused.value.status == 503
 
 
+async def test_a_gateway_without_control_has_no_place_for_runners_and_keeps_nothing_of_them() -> None:
+    with gateway_process() as gateway:
+        before = gateway.descriptors()
+        for _ in range(20):
+            client = await gateway.client()
+            assert (await client.ask(request())).status == 404
+            await client.close()
+        async with asyncio.timeout(10):
+            while gateway.descriptors() > before + 2:
+                await asyncio.sleep(0.01)
+        assert "never retrieved" not in gateway.log()
+
+
 async def test_a_revoked_sessions_runner_is_cut() -> None:
     import signal
 
