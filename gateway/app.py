@@ -153,6 +153,7 @@ class App:
             facts=self._facts(),
         )
         services.waits = Waits(services)
+        self.gateway.model.start(poller)
         closers: list[Callable[[], Awaitable[None] | None]] = []
         inheritance = Inheritance(fdstore.passed())
         record = inheritance.record

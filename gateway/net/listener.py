@@ -16,7 +16,7 @@ from gateway.net.arrival import Arrival
 from gateway.net.connect import Connect
 from gateway.net.deadlines import Deadlines
 from gateway.net.decisions import Decision
-from gateway.net.model import ModelProtocol
+from gateway.net.model import ModelClient
 from gateway.net.plain import PlainRelay
 from gateway.net.runner import RunnerHandoff
 from gateway.net.services import Services
@@ -41,6 +41,9 @@ class Listener:
         self.proxy_protocol = config.listen.proxy_protocol
         self.head_bytes = config.limits.head_bytes
         self._names = frozenset(name.lower() for name in config.listen.names)
+        if server.family != socket.AF_UNIX:
+            # What is accepted inherits it: an event of a stream must not wait for the acknowledgement of the one before.
+            server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._server = server
         self._family = server.family
         self._per_source = config.limits.unauthenticated_per_source
@@ -200,7 +203,7 @@ class Listener:
             target = origin
         if target.startswith(b"/model/"):
             arrival.release()
-            self.services.handover.give(arrival.sock, ModelProtocol(self.services.gateway, arrival.caller), data)
+            ModelClient(self.services.gateway, self.poller, arrival.sock, arrival.caller).received(data)
         elif target == b"/runner" or target.startswith(b"/runner?"):
             try:
                 handoff = RunnerHandoff(self.services, arrival.caller, arrival.sock)

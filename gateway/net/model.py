@@ -5,12 +5,11 @@ connection is closed after it when the request's body did not come whole, or whe
 """
 
 import asyncio
-import os
 import select
 import socket
 import time
 from ipaddress import IPv4Address, IPv6Address
-from typing import Final, cast
+from typing import Final
 
 from gateway.context import Gateway
 from gateway.core.head import ContentLength, NoBody
@@ -20,6 +19,8 @@ from gateway.core.model_request import Request, RequestReader, Unacceptable
 from gateway.core.providers import Shape
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 from gateway.net.model_exchange import Ask, Exchange
+from gateway.net.poller import Poller
+from gateway.net.wire import Wire
 from gateway.registry import Session
 
 IPAddress = IPv4Address | IPv6Address
@@ -36,15 +37,14 @@ CONTINUE: Final = b"HTTP/1.1 100 Continue\r\n\r\n"
 _NOT_READY: Final = ModelRefusal(DenyReason.NOT_READY, "The gateway does not know its sessions yet; try again", 1)
 
 
-class ModelProtocol(asyncio.Protocol):
+class ModelClient(Wire):
     """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers."""
 
-    __slots__ = ("_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_half_closed", "_in_head",
-                 "_last", "_lingers", "_proxy", "_reader", "_session", "_unsent", "_waiting", "is_paused", "transport")  # fmt: skip
+    __slots__ = ("_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_has_left", "_in_head", "_is_shut",
+                 "_last", "_lingers", "_proxy", "_reader", "_seen_unsent", "_session", "_waiting")  # fmt: skip
 
-    transport: asyncio.Transport
-
-    def __init__(self, gateway: Gateway, caller: IPAddress | None) -> None:
+    def __init__(self, gateway: Gateway, poller: Poller, sock: socket.socket, caller: IPAddress | None) -> None:
+        super().__init__(poller, sock)
         self._gateway = gateway
         self._proxy = gateway.model
         self._caller = caller
@@ -57,29 +57,24 @@ class ModelProtocol(asyncio.Protocol):
         # A request that waits until the registry knows its sessions.
         self._waiting: Request | None = None
         self._in_head = True
-        self._deadline = 0.0
+        self._deadline = time.monotonic() + self._proxy.limits.head_timeout_ms / 1000
         # The last reply is written; what still comes is thrown away.
         self._last = False
         self._lingers = False
-        self._half_closed = False
-        self._unsent = 0
+        self._is_shut = False
+        # The client will send no more.
+        self._has_left = False
+        self._seen_unsent = 0
         self._discarded = 0
-        # Whether the client is not read from at present.
-        self.is_paused = False
-
-    # --- asyncio.Protocol
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are not derived from asyncio's.
-        self.transport = cast(asyncio.Transport, transport)
-        self._deadline = time.monotonic() + self._proxy.limits.head_timeout_ms / 1000
         self._proxy.add(self)
 
-    def data_received(self, data: bytes) -> None:
+    # --- Wire
+
+    def received(self, data: bytes) -> None:
         if self._last:
             self._discarded += len(data)
             if self._discarded > self._proxy.limits.max_request_bytes:
-                self.abort()
+                self.close()
             return
         exchange = self._exchange
         if exchange is not None and exchange.receiving:
@@ -88,35 +83,47 @@ class ModelProtocol(asyncio.Protocol):
             self._buffer = self._buffer + data if self._buffer else data
             self._serve()
 
-    def eof_received(self) -> None:
-        """The client left: whoever half-closes after a request is taken for gone, as by nginx. The transport closes."""
+    def lost(self, *, clean: bool) -> None:
+        """The client left: whoever half-closes after a request is taken for gone, as by nginx."""
+        cut = self._exchange is not None
         self._leave(CloseReason.CLIENT_GONE)
+        if clean and self.unsent_bytes and not cut:
+            # It may still read the last reply.
+            self._has_left = True
+            self.pause()
+            self._end()
+        else:
+            self.close()
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._leave(CloseReason.CLIENT_GONE)
-        self._proxy.discard(self)
-        if self._lingers:
-            self._lingers = False
-            self._proxy.end_linger()
-
-    def pause_writing(self) -> None:
+    def filled(self) -> None:
         if self._exchange is not None:
             self._exchange.pause()
 
-    def resume_writing(self) -> None:
+    def drained(self) -> None:
         if self._exchange is not None:
             self._exchange.resume()
+
+    def emptied(self) -> None:
+        if self._last:
+            self._half_close()
+
+    def close(self) -> None:
+        if not self.is_closed:
+            super().close()
+            self._leave(CloseReason.CLIENT_GONE)
+            self._proxy.discard(self)
+            if self._lingers:
+                self._lingers = False
+                self._proxy.end_linger()
 
     # --- for the exchange
 
     def set_reading(self, reading: bool) -> None:
         """Read from the client, or let it wait."""
-        if reading == self.is_paused and not self.transport.is_closing():
-            self.is_paused = not reading
-            if reading:
-                self.transport.resume_reading()
-            else:
-                self.transport.pause_reading()
+        if reading:
+            self.resume()
+        else:
+            self.pause()
 
     def exchange_done(self, *, close: bool) -> None:
         """The reply is written whole; with `close` it was the last."""
@@ -129,14 +136,14 @@ class ModelProtocol(asyncio.Protocol):
         """Answer with a refusal; with `close` it is the last reply."""
         close = close or self._proxy.draining
         self._gateway.metrics.refused["model", refusal.reason].inc()
-        if not self.transport.is_closing():
-            self.transport.write(encode_refusal(shape, refusal, close=close))
+        if not self.is_closed:
+            self.write(encode_refusal(shape, refusal, close=close))
             self._next(close=close)
 
     def abort(self, reason: CloseReason = CloseReason.CLIENT_GONE) -> None:
         """Cut the connection, whatever is still to be written."""
         self._leave(reason)
-        self.transport.abort()
+        self.close()
 
     # --- for the clock
 
@@ -145,7 +152,7 @@ class ModelProtocol(asyncio.Protocol):
         if self._exchange is not None:
             self._exchange.tick(now)
             if self.is_paused and self._hung_up():
-                self.abort()
+                self.close()
         elif self._last:
             self._tick_last(now)
         elif now < self._deadline:
@@ -157,7 +164,7 @@ class ModelProtocol(asyncio.Protocol):
             refusal = ModelRefusal(DenyReason.HEAD_TIMEOUT, "The request head did not arrive in time")
             self.refuse(self._proxy.default.shape, refusal, close=True)
         else:
-            self.transport.close()
+            self._end()
 
     def drain(self) -> None:
         """End after the present request, at once if there is none."""
@@ -216,7 +223,7 @@ class ModelProtocol(asyncio.Protocol):
             self._turn_away(ask, refusal)
             return
         if request.terms.expects_continue and not self._buffer:
-            self.transport.write(CONTINUE)
+            self.write(CONTINUE)
         exchange = self._exchange = Exchange(self, proxy, ask, now)
         data, self._buffer = self._buffer, b""
         self._buffer = exchange.begin(data)
@@ -247,7 +254,7 @@ class ModelProtocol(asyncio.Protocol):
     def _on_ready(self) -> None:
         request = self._waiting
         self._stop_waiting()
-        if request is not None and not self.transport.is_closing():
+        if request is not None and not self.is_closed:
             self._judge(request)
             self._serve()
 
@@ -264,44 +271,42 @@ class ModelProtocol(asyncio.Protocol):
             self._deadline = time.monotonic() + KEEP_ALIVE_S
             return
         self._disown()
+        self._lingers = self._proxy.begin_linger()
+        self._end()
+
+    def _end(self) -> None:
+        """Nothing more is written: close once all is sent, kindly if there is room for it."""
         self._buffer = b""
         self._last = True
         self._deadline = time.monotonic() + self._proxy.limits.model_idle_timeout_ms / 1000
-        self._lingers = self._proxy.begin_linger()
-        if self._lingers:
-            asyncio.get_running_loop().call_soon(self._half_close)
-        else:
-            self.transport.close()
+        self._half_close()
 
     def _half_close(self) -> None:
-        """Tell the client that nothing follows, once all is sent.
-
-        Not with the transport's `write_eof`, which corrupts the heap in uvloop 0.21 to 0.23.
-        """
-        if self._half_closed or self.transport.is_closing() or self.transport.get_write_buffer_size():
+        """Tell the client that nothing follows, once all is sent."""
+        if self.unsent_bytes or self._is_shut or self.is_closed:
             return
-        self._half_closed = True
+        if self._has_left or not self._lingers:
+            self.close()
+            return
+        self._is_shut = True
         self._deadline = time.monotonic() + LINGER_S
         try:
-            with socket.socket(fileno=os.dup(self.transport.get_extra_info("socket").fileno())) as twin:
-                twin.shutdown(socket.SHUT_WR)
+            self.sock.shutdown(socket.SHUT_WR)
         except OSError:
-            # The client is gone, or no descriptor is left: nobody to be kind to.
-            self.transport.abort()
+            # The client is gone: nobody to be kind to.
+            self.close()
 
     def _tick_last(self, now: float) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if unsent != self._unsent:
-            self._unsent = unsent
+        if self.unsent_bytes != self._seen_unsent:
+            self._seen_unsent = self.unsent_bytes
             self._deadline = now + self._proxy.limits.model_idle_timeout_ms / 1000
         elif now >= self._deadline:
-            self.transport.abort()
-        self._half_close()
+            self.close()
 
     def _hung_up(self) -> bool:
         """Tell whether a client that is not read from has left; its transport would not notice."""
         poller = select.poll()
-        poller.register(self.transport.get_extra_info("socket").fileno(), select.POLLRDHUP)
+        poller.register(self.sock.fileno(), select.POLLRDHUP)
         return bool(poller.poll(0))
 
     def _leave(self, reason: CloseReason) -> None:

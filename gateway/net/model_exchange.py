@@ -25,7 +25,7 @@ from gateway.net.upstream import UpstreamConnection
 from gateway.registry import Session
 
 if TYPE_CHECKING:
-    from gateway.net.model import ModelProtocol
+    from gateway.net.model import ModelClient
 
 # Body bytes kept while the upstream connection is made; then the client waits.
 MAX_PENDING_BYTES: Final = 256 * 1024
@@ -61,7 +61,7 @@ class Exchange:
         "_replay_bytes", "_reply_head", "_reply_status", "_reservation", "_route", "_sent_any", "_started", "_upstream", "_usage", "receiving",
     )  # fmt: skip
 
-    def __init__(self, client: "ModelProtocol", proxy: ModelProxy, ask: Ask, now: float) -> None:
+    def __init__(self, client: "ModelClient", proxy: ModelProxy, ask: Ask, now: float) -> None:
         self._client = client
         self._proxy = proxy
         self._ask = ask
@@ -219,7 +219,7 @@ class Exchange:
         self.refuse(ModelRefusal(reason, message))
 
     def interim_reply(self, head: bytes) -> None:
-        self._client.transport.write(head)
+        self._client.write(head)
 
     def reply_started(self, status: int, head: bytes) -> None:
         self._reply_status = status
@@ -245,15 +245,15 @@ class Exchange:
     def relay(self, data: bytes) -> None:
         self._bytes_down += len(data)
         if self._plain:
-            self._client.transport.write(data)
+            self._client.write(data)
         else:
             self._relay_specially(data)
 
     def reply_completed(self, *, reusable: bool) -> None:
         if self._redactor is not None and (held := self._redactor.flush()):
-            self._client.transport.write(encode_chunk(held) if self._rechunk else held)
+            self._client.write(encode_chunk(held) if self._rechunk else held)
         if self._rechunk:
-            self._client.transport.write(LAST_CHUNK)
+            self._client.write(LAST_CHUNK)
         self._usage.end()
         close = self._ask.request.terms.close or self.receiving
         self._end(CloseReason.DONE, self._outcome(), reusable=reusable and not self.receiving)
@@ -431,8 +431,8 @@ class Exchange:
             if self._replay is not None:
                 self._replay_bytes += self._pending_bytes
                 self._replay = self._replay + pending if self._replay_bytes <= MAX_REPLAY_BYTES else None
-            size, self._pending, self._pending_bytes = self._pending_bytes, [], 0
-            self._upstream.write(pending, size)
+            self._pending, self._pending_bytes = [], 0
+            self._upstream.write(b"".join(pending))
             if self._held_bytes and not self._upstream.is_full:
                 self._drop_held()
         if not self.receiving and self._phase is Phase.SENDING:
@@ -446,9 +446,9 @@ class Exchange:
             data = encode_chunk(data)
         head, self._reply_head = self._reply_head, b""
         if head:
-            self._client.transport.writelines((head, data))
+            self._client.write(head + data)
         elif data:
-            self._client.transport.write(data)
+            self._client.write(data)
         self._plain = self._redactor is None and not self._rechunk
 
     def _drop_held(self) -> None:

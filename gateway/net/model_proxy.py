@@ -17,6 +17,7 @@ from gateway.core.usage import TokenUsage
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.credentials import ModelKey
 from gateway.metrics import Metrics
+from gateway.net.poller import Poller
 from gateway.net.upstream_pool import UpstreamPool, client_context
 
 if TYPE_CHECKING:
@@ -127,6 +128,11 @@ class ModelProxy:
             self.limits.model_total_timeout_ms,
         )
         self._tick_s = min(_MAX_TICK_S, max(0.005, shortest / 1000 / _TICKS_PER_LIMIT))
+
+    def start(self, poller: Poller) -> None:
+        """Connect to providers from now on."""
+        for provider in (self.default, *self.providers.values()):
+            provider.pool.start(poller)
 
     def provider(self, name: bytes) -> Provider:
         """Return a provider by its configured name, the default one by the empty name."""

@@ -4,14 +4,15 @@ A reply's head is given to the exchange whole, its body as it was framed, at onc
 business.
 """
 
-import asyncio
 import socket
 import struct
-from typing import Final, Protocol, cast
+from typing import Final, Protocol
 
 import httptools
 
 from gateway.core.verdict import DenyReason
+from gateway.net.poller import Poller
+from gateway.net.wire import Wire
 
 # nginx reads at most 8 x 4 KiB by default; providers send about 2 KiB.
 MAX_REPLY_HEAD_BYTES: Final = 64 * 1024
@@ -68,19 +69,16 @@ class ConnectionKeeper(Protocol):
         """A connection is gone."""
 
 
-class UpstreamConnection(asyncio.Protocol):
+class UpstreamConnection(Wire):
     """One connection to the provider; serves one exchange at a time."""
 
-    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_paused", "_pool",
-                 "_reusable", "_settled", "_surplus", "_watch", "_written", "is_full", "reused", "transport")  # fmt: skip
+    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_pool", "_reusable",
+                 "_settled", "_surplus", "_written", "reused")  # fmt: skip
 
-    transport: asyncio.Transport
-
-    def __init__(self, pool: ConnectionKeeper, watch: socket.socket, *, over_tls: bool) -> None:
+    def __init__(self, pool: ConnectionKeeper, poller: Poller, sock: socket.socket, *, over_tls: bool) -> None:
+        super().__init__(poller, sock)
         self._pool = pool
         self._over_tls = over_tls
-        # A second descriptor of the same connection: how much the peer acknowledged is asked after the first is closed.
-        self._watch = watch
         self._owner: UpstreamOwner | None = None
         self._parser = httptools.HttpResponseParser(self)
         # Bytes of a head that is not whole; None while a body is read.
@@ -89,15 +87,12 @@ class UpstreamConnection(asyncio.Protocol):
         self._reusable = False
         self._surplus = False
         self._interims = 0
-        self._paused = False
         self._written = 0
         # Acknowledged bytes at the start (the SYN is one), and when the present request began.
         self._before = 0
         self._before = self._acknowledged()
         self._settled = 0
         self.reused = False
-        # Whether more was written than the peer takes at present.
-        self.is_full = False
 
     # --- for the exchange and the pool
 
@@ -108,23 +103,13 @@ class UpstreamConnection(asyncio.Protocol):
         self._complete = False
         self._interims = 0
         # Over TLS the bytes on the wire are not those that were written, so the kernel is asked.
-        if self.reused and self._over_tls:
+        if self._over_tls and self.reused:
             self._settled = self._acknowledged()
 
-    def write(self, data: list[bytes], size: int) -> None:
-        """Send `data`, which is `size` bytes long."""
-        self._written += size
-        self.transport.writelines(data)
-
-    def pause(self) -> None:
-        """Read no more until `resume`."""
-        self._paused = True
-        self.transport.pause_reading()
-
-    def resume(self) -> None:
-        """Read again."""
-        self._paused = False
-        self.transport.resume_reading()
+    def write(self, data: bytes) -> None:
+        """Send."""
+        self._written += len(data)
+        super().write(data)
 
     def took_nothing(self) -> bool:
         """Tell whether the peer's kernel acknowledged no byte of the request that is being served.
@@ -137,66 +122,70 @@ class UpstreamConnection(asyncio.Protocol):
     def release(self, *, reusable: bool) -> None:
         """Leave the exchange."""
         self._owner = None
-        if reusable and not self._surplus and not self.transport.is_closing():
+        if reusable and not self._surplus and not self.is_closed:
             self.reused = True
             if not self._over_tls:
                 # All that was written was one whole request after the other, and each was answered.
                 self._settled = self._written
-            if self._paused:
+            if self.is_paused:
                 self.resume()
             self._pool.put_back(self)
         else:
-            self.transport.abort()
+            self.close()
 
-    # --- asyncio.Protocol
+    def close(self) -> None:
+        """Close at once, and free the place in the pool."""
+        if not self.is_closed:
+            super().close()
+            self._pool.forget(self)
+            owner, self._owner = self._owner, None
+            if owner is not None:
+                # Closed by a fault of ours: otherwise the owner has left, or been told.
+                owner.upstream_lost(self, clean=False)
 
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are not derived from asyncio's.
-        self.transport = cast(asyncio.Transport, transport)
+    # --- Wire
 
-    def data_received(self, data: bytes) -> None:
+    def received(self, data: bytes) -> None:
         owner = self._owner
         if owner is None:
             # Nobody asked: what follows could only be taken for the next request's reply.
-            self.transport.abort()
+            self.close()
             return
         try:
             if self._head is not None:
-                data = self._read_head(owner, self._head + data)
+                data = self._read_head(owner, self._head + data if self._head else data)
                 if self._head is not None:
                     return
             if data:
                 self._parser.feed_data(data)
-        except httptools.HttpParserError:
-            self._break(owner)
+        except (httptools.HttpParserError, httptools.HttpParserUpgrade):
+            self._break(owner, clean=False)
             return
         if self._surplus:
-            self._break(owner)
+            self._break(owner, clean=False)
             return
         # Also without a body: the head goes out with it.
         owner.relay(data)
         if self._complete:
             owner.reply_completed(reusable=self._reusable)
 
-    def eof_received(self) -> None:
-        """The provider closed; the transport closes by itself, and `connection_lost` tells the exchange."""
+    def lost(self, *, clean: bool) -> None:
+        owner = self._owner
+        if owner is None:
+            self.close()
+        else:
+            self._break(owner, clean=clean)
 
-    def connection_lost(self, exc: Exception | None) -> None:
-        owner, self._owner = self._owner, None
-        self._pool.forget(self)
-        if owner is not None:
-            owner.upstream_lost(self, clean=exc is None)
-        self._watch.close()
-
-    def pause_writing(self) -> None:
-        self.is_full = True
+    def filled(self) -> None:
         if self._owner is not None:
             self._owner.upstream_full()
 
-    def resume_writing(self) -> None:
-        self.is_full = False
+    def drained(self) -> None:
         if self._owner is not None:
             self._owner.upstream_drained()
+
+    def emptied(self) -> None:
+        pass
 
     # --- httptools' callbacks
 
@@ -238,13 +227,13 @@ class UpstreamConnection(asyncio.Protocol):
             self._complete = False
             owner.interim_reply(head)
 
-    def _break(self, owner: UpstreamOwner) -> None:
+    def _break(self, owner: UpstreamOwner, *, clean: bool) -> None:
         self._owner = None
-        owner.upstream_lost(self, clean=False)
-        self.transport.abort()
+        owner.upstream_lost(self, clean=clean)
+        self.close()
 
     def _acknowledged(self) -> int:
         """Return how many bytes the peer's kernel has acknowledged since the connection was made."""
-        info = self._watch.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+        info = self.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
         count: int = _read_acknowledged(info, _ACKNOWLEDGED_OFFSET)[0]
         return count - self._before

@@ -6,12 +6,14 @@ import socket
 import ssl
 import time
 from collections import OrderedDict, deque
+from functools import partial
 from ipaddress import ip_address
 from typing import Final
 
 from gateway.core.providers import UpstreamUrl
 from gateway.core.verdict import DenyReason
 from gateway.net.dial import Dialer, DialError
+from gateway.net.poller import Poller
 from gateway.net.upstream import UpstreamConnection, UpstreamOwner
 
 log = logging.getLogger("gateway.upstream")
@@ -24,6 +26,8 @@ class UpstreamPool:
     """The connections to one provider, at most `limit`, idle ones reused last in, first out."""
 
     def __init__(self, url: UpstreamUrl, tls: ssl.SSLContext | None, *, limit: int, connect_timeout_s: float) -> None:
+        self._poller: Poller
+        self._dialer: Dialer
         self._url = url
         self._limit = limit
         self._timeout_s = connect_timeout_s
@@ -32,7 +36,12 @@ class UpstreamPool:
         self._open: set[UpstreamConnection] = set()
         self._waiting: deque[UpstreamOwner] = deque()
         self._dialing: dict[asyncio.Task[None], UpstreamOwner | None] = {}
-        self._dialer: Dialer | None = None
+        self._closed = True
+
+    def start(self, poller: Poller) -> None:
+        """Make connections that `poller` watches from now on."""
+        self._poller = poller
+        self._dialer = Dialer(asyncio.get_running_loop(), self._timeout_s, poller=poller)
         self._closed = False
 
     def __len__(self) -> int:
@@ -47,7 +56,7 @@ class UpstreamPool:
         """Return a connection that is idle, or None: then `owner` is told later. `fresh` takes no idle one."""
         while self._idle and not fresh:
             connection, _ = self._idle.popitem()
-            if not connection.transport.is_closing():
+            if not connection.is_closed:
                 return connection
         self._waiting.append(owner)
         self._dial()
@@ -68,7 +77,7 @@ class UpstreamPool:
     def put_back(self, connection: UpstreamConnection) -> None:
         """Take a connection that an exchange has left in good order."""
         if self._closed:
-            connection.transport.abort()
+            connection.close()
         elif self._waiting:
             self._waiting.popleft().upstream_ready(connection)
         else:
@@ -84,7 +93,7 @@ class UpstreamPool:
         """Close connections that were idle too long."""
         while self._idle and next(iter(self._idle.values())) < now - KEEP_IDLE_S:
             connection, _ = self._idle.popitem(last=False)
-            connection.transport.abort()
+            connection.close()
 
     async def close(self) -> None:
         """Close what is idle and stop dialing. Connections in use are their exchanges' to close."""
@@ -93,13 +102,12 @@ class UpstreamPool:
         self._closed = True
         self._waiting.clear()
         for connection in list(self._idle):
-            connection.transport.abort()
+            connection.close()
         tasks = list(self._dialing)
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        if self._dialer is not None:
-            self._dialer.close()
+        self._dialer.close()
 
     def _dial(self) -> None:
         """Begin as many connections as are waited for and there is room for."""
@@ -132,8 +140,8 @@ class UpstreamPool:
                 task, DenyReason.CONNECT_FAILED, "The model provider cannot be reached", error.strerror or "failed"
             )
         else:
-            if self._closed or connection.transport.is_closing():
-                connection.transport.abort()
+            if self._closed or connection.is_closed:
+                connection.close()
                 self._fail(
                     task, DenyReason.CONNECT_FAILED, "The model provider closed the connection", "closed at once"
                 )
@@ -152,29 +160,49 @@ class UpstreamPool:
             owner.upstream_unavailable(reason, message)
 
     async def _open_connection(self) -> UpstreamConnection:
-        loop = asyncio.get_running_loop()
-        if self._dialer is None:
-            self._dialer = Dialer(loop, self._timeout_s)
         url = self._url
-        found = await loop.getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
+        found = await asyncio.get_running_loop().getaddrinfo(url.host, url.port, type=socket.SOCK_STREAM)
         connected = await self._dialer.connect([ip_address(entry[4][0]) for entry in found], url.port)
         if isinstance(connected, DialError):
             if connected.reason is DenyReason.CONNECT_TIMEOUT:
                 raise TimeoutError
             raise ConnectionError(0, connected.message)
-        watch = connected.sock.dup()
+        sock = connected.sock
+        if self._tls is not None:
+            sock = await self._shake_hands(sock, self._tls)
+        return UpstreamConnection(self, self._poller, sock, over_tls=self._tls is not None)
+
+    async def _shake_hands(self, plain: socket.socket, context: ssl.SSLContext) -> ssl.SSLSocket:
+        """Begin TLS on a connected socket, and close it if that fails."""
+        # An end without close_notify is an error, not an end: a reply that ends with its connection could be cut.
+        sock = context.wrap_socket(
+            plain, do_handshake_on_connect=False, suppress_ragged_eofs=False, server_hostname=self._url.host
+        )
+        poller, loop = self._poller, asyncio.get_running_loop()
         try:
-            _, connection = await loop.create_connection(
-                lambda: UpstreamConnection(self, watch, over_tls=self._tls is not None),
-                sock=connected.sock,
-                ssl=self._tls,
-                server_hostname=url.host if self._tls is not None else None,
-            )
+            while True:
+                ready: asyncio.Future[None] = loop.create_future()
+                try:
+                    sock.do_handshake()
+                except ssl.SSLWantReadError:
+                    poller.add_reader(sock.fileno(), partial(_set, ready))
+                    await ready
+                    poller.remove_reader(sock.fileno())
+                except ssl.SSLWantWriteError:
+                    poller.add_writer(sock.fileno(), partial(_set, ready))
+                    await ready
+                    poller.remove_writer(sock.fileno())
+                else:
+                    return sock
         except BaseException:
-            watch.close()
-            connected.sock.close()
+            poller.forget(sock.fileno())
+            sock.close()
             raise
-        return connection
+
+
+def _set(future: "asyncio.Future[None]") -> None:
+    if not future.done():
+        future.set_result(None)
 
 
 def client_context(ca_file: str) -> ssl.SSLContext:

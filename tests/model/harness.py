@@ -18,7 +18,8 @@ from gateway.contract.policy import Grant, ModelBudget, Usage
 from gateway.core.providers import ProviderSettings
 from gateway.core.rules import load_registries
 from gateway.metrics import Metrics
-from gateway.net.model import ModelProtocol
+from gateway.net.model import ModelClient
+from gateway.net.poller import Poller
 from gateway.registry import Registry
 
 TOKEN = "token-of-session-s1"
@@ -65,7 +66,7 @@ class Proxy:
     port: int
     audit: RecordingAudit
     key: bytearray
-    protocols: list[ModelProtocol] = field(default_factory=list)
+    clients: list[ModelClient] = field(default_factory=list)
 
     @property
     def base_url(self) -> str:
@@ -124,6 +125,8 @@ async def running_proxy(
     if ready:
         proxy.put(model_budget=budget or ModelBudget(), models=models)
     loop = asyncio.get_running_loop()
+    poller = Poller(loop)
+    gateway.model.start(poller)
     listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
     listening.setblocking(False)
     proxy.port = listening.getsockname()[1]
@@ -131,9 +134,7 @@ async def running_proxy(
     async def accept() -> None:
         while True:
             sock, _ = await loop.sock_accept(listening)
-            protocol = ModelProtocol(gateway, ip_address(caller) if caller else None)
-            proxy.protocols.append(protocol)
-            await loop.connect_accepted_socket(lambda protocol=protocol: protocol, sock)
+            proxy.clients.append(ModelClient(gateway, poller, sock, ip_address(caller) if caller else None))
 
     accepting = loop.create_task(accept())
     try:
@@ -144,6 +145,7 @@ async def running_proxy(
         listening.close()
         await gateway.model.close()
         await until(lambda: gateway.model.client_count == 0)
+        poller.close()
     assert gateway.model.held_bytes == 0
     for session in registry:
         assert session.open_count == 0

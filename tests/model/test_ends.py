@@ -87,7 +87,7 @@ async def test_a_client_that_leaves_while_it_is_not_read_is_noticed() -> None:
     async with scripted(deaf) as upstream, running_proxy(upstream.url) as proxy:
         async with connected(proxy.port) as client:
             client.writer.write(request(b"x" * 20_000_000))
-            await until(lambda: bool(proxy.protocols) and proxy.protocols[0].is_paused)
+            await until(lambda: bool(proxy.clients) and proxy.clients[0].is_paused)
             # A reset: a plain close would wait in the kernel behind the bytes that nobody takes.
             sock = client.writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
@@ -96,11 +96,49 @@ async def test_a_client_that_leaves_while_it_is_not_read_is_noticed() -> None:
         release.set()
 
 
+@pytest.mark.parametrize("how", ["reset", "close", "half-close"])
+async def test_a_client_that_leaves_without_reading_its_reply_is_noticed(how: str) -> None:
+    """The reply waits for the client, so nothing is written that could fail: its end must be heard of all the same."""
+
+    async def endless(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(STREAM_HEAD)
+        while True:
+            await peer.send(chunk(b"x" * 60_000))
+
+    async with scripted(endless) as upstream, running_proxy(upstream.url) as proxy, connected(proxy.port) as client:
+        client.writer.transport.pause_reading()
+        await client.send(request())
+        await until(lambda: bool(proxy.clients) and proxy.clients[0].is_full)
+        if how == "close":
+            client.writer.close()
+        elif how == "half-close":
+            client.writer.write_eof()
+        else:
+            client.close()
+        async with asyncio.timeout(1):
+            await upstream.ended[0].wait()
+        await proxy.settled()
+        assert proxy.audit.lines[-1].reason == "client_gone"
+
+
+async def test_a_client_that_closes_while_a_row_of_its_requests_waits_is_noticed() -> None:
+    """What it sent ahead is more than is read before the reply is whole, so its end stands behind unread bytes."""
+    async with scripted(streaming) as upstream, running_proxy(upstream.url) as proxy, connected(proxy.port) as client:
+        await client.send(request())
+        await client.reader.readuntil(b"\n\n\r\n")
+        client.writer.write(request(b"x" * 100_000))
+        await until(lambda: proxy.clients[0].is_paused)
+        client.writer.write_eof()
+        async with asyncio.timeout(1):
+            await upstream.ended[0].wait()
+
+
 async def test_the_provider_is_left_when_the_client_leaves_while_the_connection_is_being_made() -> None:
     async with scripted(silent) as upstream, running_proxy(upstream.url) as proxy:
         async with connected(proxy.port) as client:
             await client.send(request())
-            await until(lambda: bool(proxy.protocols) and proxy.gateway.model.client_count == 1)
+            await until(lambda: bool(proxy.clients) and proxy.gateway.model.client_count == 1)
         await until(lambda: proxy.gateway.model.client_count == 0)
     # What was begun for nobody stays for the next request, or is closed with the pool.
     assert upstream.requests in (0, 1)
@@ -267,7 +305,7 @@ async def test_memory_stays_flat_over_thousands_of_clients_that_leave() -> None:
                 await asyncio.gather(*(leave(proxy.port) for _ in range(20)))
             await proxy.settled()
             await until(lambda: proxy.gateway.model.client_count == 0)
-            proxy.protocols.clear()
+            proxy.clients.clear()
             proxy.audit.lines.clear()
             upstream.received.clear()
             upstream.ended.clear()

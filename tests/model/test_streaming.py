@@ -96,14 +96,14 @@ async def test_a_client_that_sends_far_ahead_is_not_read(provider: FakeProvider)
         slow = request(b'{"model":"fake-slow","stream":true}')
         rest = [request(b'{"model":"fake-model"}' + b" " * 50_000) for _ in range(10)]
         client.writer.write(slow + b"".join(rest))
-        (protocol,) = await _protocols(proxy.protocols)
-        await until(lambda: protocol.is_paused)
+        (served,) = await _clients(proxy.clients)
+        await until(lambda: served.is_paused)
         assert [(await client.reply()).status for _ in range(11)] == [200] * 11
 
 
-async def _protocols(protocols: list) -> list:  # type: ignore[type-arg]
-    await until(lambda: bool(protocols))
-    return protocols
+async def _clients(clients: list) -> list:  # type: ignore[type-arg]
+    await until(lambda: bool(clients))
+    return clients
 
 
 async def test_each_event_is_passed_on_within_milliseconds_of_arriving() -> None:
@@ -163,8 +163,8 @@ async def test_a_client_that_reads_slowly_slows_the_provider_down() -> None:
             await asyncio.sleep(0.1)
         # Kernel buffers on both hops and 64 KiB of ours; the stream is 30 MB.
         assert passed < 400
-        (protocol,) = proxy.protocols
-        assert protocol.transport.get_write_buffer_size() < 1_000_000
+        (served,) = proxy.clients
+        assert served.unsent_bytes < 1_000_000
         client.writer.transport.resume_reading()
         assert len((await client.reply()).body) == 30_000_000
 
@@ -183,8 +183,8 @@ async def test_a_provider_that_reads_slowly_slows_the_client_down() -> None:
 
     async with scripted(handler) as upstream, running_proxy(upstream.url) as proxy, connected(proxy.port) as client:
         client.writer.write(request(body))
-        (protocol,) = await _protocols(proxy.protocols)
-        await until(lambda: protocol.is_paused)
+        (served,) = await _clients(proxy.clients)
+        await until(lambda: served.is_paused)
         go.set()
         assert (await client.reply()).status == 200
 

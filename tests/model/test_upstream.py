@@ -51,12 +51,12 @@ async def test_a_request_that_crosses_the_close_of_its_connection_is_sent_once_m
         pool = proxy.gateway.model.default.pool
         (connection,) = pool._idle
         # The close has arrived at the kernel, and is not looked at before the request is written.
-        connection.transport.pause_reading()
+        connection.pause()
         closing.set()
         await upstream.ended[0].wait()
         await client.send(request(b'{"model":"second"}'))
         await until(lambda: connection._owner is not None)
-        connection.transport.resume_reading()
+        connection.resume()
         assert (await client.reply()).status == 200
         assert [bytes(data).count(b"second") for data in upstream.received] == [0, 1]
 
