@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 MAIN_RUN: Final = "main"
 # A runner that was told to shut down has nothing left to do.
-SHUTDOWN_GRACE_S: Final = 10.0
+SHUTDOWN_GRACE_S: Final = 30.0
 RETRY_S: Final = 2.0
 # How exactly the time of a runner's absence is told from that of the gateway's.
 PRESENCE_STEP_S: Final = 1.0

@@ -156,14 +156,15 @@ async def test_a_hanging_engine_is_given_up_at_the_deadline_while_the_loop_goes_
     async def tick() -> None:
         nonlocal ticks
         while True:
-            await asyncio.sleep(0.01)
+            await asyncio.sleep(0)
             ticks += 1
 
     ticking = asyncio.create_task(tick())
     try:
         outcomes = await asyncio.gather(*(service.image("x") for _ in range(6)), return_exceptions=True)
         assert all(isinstance(outcome, EngineUnavailableError) for outcome in outcomes)
-        assert ticks > 50
+        # A loop that calls the engine itself turns a few times a call, however fast the machine is.
+        assert ticks > 500
     finally:
         ticking.cancel()
         await service.close()
