@@ -242,7 +242,10 @@ class App:
 
         def is_open() -> bool:
             waited_for = sum(session.ending_count for session in self.gateway.registry)
-            return waited_for > (0 if wait_for_movable else len(services.connects))
+            if wait_for_movable:
+                return waited_for > 0
+            joining = any(runner.splicer is None for runner in services.runners)
+            return joining or waited_for > len(services.connects)
 
         # Hundreds of unlike things may be open, and none tells another that it ended.
         while loop.time() < end and is_open():  # noqa: ASYNC110

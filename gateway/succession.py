@@ -142,5 +142,9 @@ def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket])
     finally:
         parcel.close()
     parking.let_go()
-    log.info("left %d connections to the next process", record.connections)
+    in_pipes, in_record = record.bytes_held
+    log.info(
+        "left %d connections to the next process, %d bytes on their way in pipes and %d in the record",
+        *(record.connections, in_pipes, in_record),
+    )
     return True

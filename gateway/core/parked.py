@@ -173,6 +173,13 @@ class Parked(_Strict, frozen=True, kw_only=True):
         parts = (self.tunnels, self.greetings, self.asking, self.runners, self.arrivals, self.endings)
         return sum(len(part) for part in parts)
 
+    @property
+    def bytes_held(self) -> tuple[int, int]:
+        """How many bytes of tunnels are on their way in pipes, and how many in the record itself."""
+        pairs = [*(each.pair for each in self.tunnels), *(each.pair for each in self.runners)]
+        flows = [flow for pair in pairs for flow in (pair.up, pair.down)]
+        return sum(flow.in_pipe for flow in flows), sum(len(flow.held) for flow in flows)
+
 
 _decoder: Final = msgspec.msgpack.Decoder(Parked)
 

@@ -82,7 +82,9 @@ class Parking:
         for connect in sorted(connects, key=lambda each: each.has_slot):
             connect.let_go()
         for runner in list(services.runners):
-            runner.let_go()
+            # One that has not reached control yet is cut with the process, and its client connects again.
+            if runner.splicer is not None:
+                runner.let_go()
         self._listener.let_go()
         services.lingering.let_go()
 

@@ -93,6 +93,7 @@ class RunnerHandoff:
             self._refuse(400, Deny(DenyReason.MALFORMED_REQUEST, "/runner is a WebSocket"))
             return
         self.session = session
+        self._services.runners.add(self)
         # A runner connects again and resumes, so a stop of the gateway need not wait for it: it would, for every session.
         session.add_closer(self._revoke, resumes=True)
         try:
@@ -136,7 +137,6 @@ class RunnerHandoff:
         answer = await self._await_switch(sock)
         self._upstream = None
         services.gateway.metrics.allowed["runner"].inc()
-        services.runners.add(self)
         self.splicer = Splicer(
             services.poller, services.pipes, services.runner_account, self._sock, sock, self.on_close
         )

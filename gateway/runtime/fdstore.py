@@ -5,6 +5,7 @@ manager keeps, compares, names and passes on one descriptor and not thousands: n
 for duplicates, no matching by inode. The kernel keeps what is queued open as long as somebody holds the parcel.
 """
 
+import array
 import contextlib
 import fcntl
 import os
@@ -119,9 +120,7 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]]:
     try:
         left = 0
         while left or not got:
-            data, descriptors, flags, _ = socket.recv_fds(
-                sock, 16, _PER_MESSAGE, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT
-            )
+            data, descriptors, flags = _receive_message(sock)
             got += descriptors
             said = int.from_bytes(data, "big")
             if len(data) != 4 or flags & socket.MSG_CTRUNC or said != (left or said) or said > _MAX_DESCRIPTORS:
@@ -136,6 +135,17 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]]:
         if isinstance(error, OSError):
             raise ParcelError(f"it cannot be read: {error.strerror}") from error
         raise
+
+
+def _receive_message(sock: socket.socket) -> tuple[bytes, list[int], int]:
+    # Not socket.recv_fds, which takes flags and ignores them (until Python 3.12).
+    descriptors = array.array("i")
+    room = socket.CMSG_LEN(_PER_MESSAGE * descriptors.itemsize)
+    data, ancillary, flags, _ = sock.recvmsg(16, room, socket.MSG_CMSG_CLOEXEC | socket.MSG_DONTWAIT)
+    for level, kind, content in ancillary:
+        if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
+            descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
+    return data, list(descriptors), flags
 
 
 def _read(memory: int, max_bytes: int) -> bytes:

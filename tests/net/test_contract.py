@@ -97,7 +97,9 @@ class Control:
 
 
 @asynccontextmanager
-async def contracted(tmp_path: Path, **config: Any) -> AsyncIterator[tuple[GatewayProcess, Path]]:
+async def contracted(
+    tmp_path: Path, *, stored: int | None = None, **config: Any
+) -> AsyncIterator[tuple[GatewayProcess, Path]]:
     tmp_path.chmod(0o755)
     folder = Path(f"/tmp/opificia-contract-{os.getpid()}-{tmp_path.name}"[:80])
     folder.mkdir()
@@ -106,7 +108,7 @@ async def contracted(tmp_path: Path, **config: Any) -> AsyncIterator[tuple[Gatew
     merged = {"listen": {"contract": f"unix:{path}"}, "sessions": {"file": ""}, **config}
     merged["listen"] = {"contract": f"unix:{path}", **config.get("listen", {})}
     try:
-        with gateway_process(merged, []) as gateway:
+        with gateway_process(merged, [], stored=stored) as gateway:
             yield gateway, path
     finally:
         path.unlink(missing_ok=True)

@@ -1,0 +1,170 @@
+"""What a gateway leaves with its manager and finds there: crashes, records of other versions, managers that keep nothing."""
+
+import asyncio
+import os
+import socket
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from gateway.core.parked import MAX_BYTES, VERSION, decode_parked
+from gateway.runtime import fdstore
+from tests.net.test_contract import Control, contracted, grant
+from tests.net.test_tunnel import opened
+from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.manager import Manager
+from tests.support.sockets import Client, Server, echo_server
+
+
+@asynccontextmanager
+async def stopped() -> AsyncIterator[tuple[GatewayProcess, Manager, Server, Client]]:
+    """A gateway that was stopped with a tunnel open: everything is with the manager."""
+    with gateway_process(stored=8) as gateway:
+        assert gateway.manager is not None
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            await asyncio.to_thread(gateway.manager.stop)
+            yield gateway, gateway.manager, server, client
+
+
+def taken_out(manager: Manager) -> tuple[bytes, list[int]]:
+    """Take what was parked out of the store: the record and the descriptors."""
+    ((name, descriptor),) = manager.stored
+    assert name == "parked"
+    manager.stored.clear()
+    with socket.socket(fileno=descriptor) as parcel:
+        return fdstore.receive(parcel, MAX_BYTES)
+
+
+def put_back(manager: Manager, record: bytes, descriptors: list[int]) -> None:
+    """Store another record in its place."""
+    parcel = fdstore.Parcel(record, descriptors)
+    manager.stored.append(("parked", os.dup(parcel.far.fileno())))
+    parcel.close()
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+async def test_one_entry_with_a_short_name_holds_everything_and_no_token() -> None:
+    async with stopped() as (_, manager, _, _):
+        data, descriptors = taken_out(manager)
+        record = decode_parked(data, len(descriptors))
+        assert len(record.tunnels) == 1
+        assert TOKEN.encode() not in data
+        assert record.sessions[0].grant.token_sha256.encode() in data
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+
+async def test_what_was_taken_out_and_put_back_is_taken_up() -> None:
+    async with stopped() as (_, manager, _, client):
+        put_back(manager, *taken_out(manager))
+        await asyncio.to_thread(manager.start)
+        await client.send(b"y")
+        assert await client.read_exactly(1) == b"y"
+        # The store holds nothing of it any more: no other process could take it up again.
+        assert manager.names == ["alive"]
+
+
+@pytest.mark.parametrize("spoil", ["version", "byte", "cut", "descriptors", "garbage"])
+async def test_a_record_that_cannot_be_taken_up_is_refused_and_the_gateway_serves(spoil: str) -> None:
+    async with stopped() as (gateway, manager, server, client):
+        data, descriptors = taken_out(manager)
+        if spoil == "version":
+            data = data[:16] + (VERSION + 1).to_bytes(4, "big") + data[20:]
+        elif spoil == "byte":
+            data = data[:-1] + bytes([data[-1] ^ 1])
+        elif spoil == "cut":
+            data = data[:-1]
+        elif spoil == "descriptors":
+            descriptors.append(os.dup(descriptors[0]))
+        else:
+            data = b"not a record"
+        put_back(manager, data, descriptors)
+        await asyncio.to_thread(manager.start)
+        assert await client.read_to_end() == b""
+        (line,) = [line for line in manager.log().splitlines() if line.startswith("ERROR")]
+        assert "cannot be taken up" in line
+        assert (f"it is of version {VERSION + 1}" in line) == (spoil == "version")
+        async with await opened(gateway, f"127.0.0.1:{server.port}") as other:
+            await other.send(b"z")
+            assert await other.read_exactly(1) == b"z"
+
+
+async def test_a_store_that_holds_something_else_is_no_parcel() -> None:
+    async with stopped() as (gateway, manager, server, client):
+        _, descriptors = taken_out(manager)
+        near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        near.send(b"hello")
+        manager.stored += [("parked", far.detach()), ("unknown", os.dup(near.fileno()))]
+        near.close()
+        for descriptor in descriptors:
+            os.close(descriptor)
+        await asyncio.to_thread(manager.start)
+        assert await client.read_to_end() == b""
+        assert "cannot be taken up" in manager.log()
+        assert "passed as 'unknown' are not known" in manager.log()
+        async with await opened(gateway, f"127.0.0.1:{server.port}"):
+            pass
+
+
+async def test_a_crash_loses_the_tunnels_and_says_so_and_a_stop_does_not() -> None:
+    with gateway_process(stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with echo_server() as server:
+            await asyncio.to_thread(gateway.restart)
+            assert "ended without handing over" not in manager.log()
+            client = await opened(gateway, f"127.0.0.1:{server.port}")
+            assert manager.names == ["alive"]
+            manager.kill()
+            await asyncio.to_thread(manager.start)
+            assert await client.read_to_end() == b""
+            assert manager.log().count("ended without handing over") == 1
+            await client.close()
+            async with await opened(gateway, f"127.0.0.1:{server.port}"):
+                pass
+
+
+async def test_after_a_crash_the_grants_are_back_with_control(tmp_path: Path) -> None:
+    async with contracted(tmp_path, stored=8) as (gateway, path), echo_server() as server:
+        manager = gateway.manager
+        assert manager is not None
+        first = await Control.connect(path)
+        before = await first.welcome()
+        await first.snapshot(grant("s1"))
+        manager.kill()
+        await asyncio.to_thread(manager.start)
+        async with await gateway.client() as client:
+            asked = asyncio.create_task(client.tunnel(f"127.0.0.1:{server.port}", ("s1", TOKEN)))
+            second = await Control.connect(path)
+            # Its counts begin anew, so its epoch does.
+            assert (await second.welcome()).epoch != before.epoch
+            await second.snapshot(grant("s1"))
+            assert (await asked).status == 200
+        await first.close()
+        await second.close()
+
+
+@pytest.mark.parametrize("offered", [False, True])
+async def test_a_manager_that_keeps_nothing_gets_a_stop_that_drains(offered: bool) -> None:
+    with gateway_process({"limits": {"drain_ms": 300}}, stored=8 if offered else 0) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        # Offered, and then not kept: what FileDescriptorStoreMax=0 in a drop-in does.
+        manager.maximum = 0
+        async with echo_server() as server:
+            client = await opened(gateway, f"127.0.0.1:{server.port}")
+            stopping = asyncio.create_task(asyncio.to_thread(manager.stop))
+            # Until its deadline it goes on.
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            assert await client.read_to_end() == b""
+            assert await stopping == 0
+            assert (await gateway.await_audit("s1", event="close"))["reason"] == "shutdown"
+            assert ("keeps no descriptors" in manager.log()) == offered
+            assert manager.names == []
+            await client.close()
