@@ -379,6 +379,8 @@ async def test_grants_are_in_force_before_control_is_back_and_usage_goes_on(tmp_
         assert not (await second.snapshot()).problems
         assert await client.read_to_end() == b""
         assert await other.read_to_end() == b""
+        await client.close()
+        await other.close()
         await first.close()
         await second.close()
 
