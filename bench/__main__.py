@@ -1,129 +1,110 @@
-"""`python -m bench egress | model | micro | all | show`: prints its plan and progress, then tables; writes raw JSON and plots."""
+"""`python -m bench SUITE`: prints its plan and progress, then tables; writes raw JSON and plots."""
 
 import argparse
 import shlex
-import subprocess
+import signal
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
 
 from rich.console import Console
 
-from bench import egress, model, peers
-from bench.load import LoadError, compiler
+from bench import micro_runs, profile, publish
+from bench.load import LoadError
 from bench.machine import describe
 from bench.plots import PlotsUnavailableError, draw
 from bench.records import Run
 from bench.report import print_report
-from bench.rounds import Scenario, Settings
+from bench.suites import SUITES, Job, job
 
 RESULTS: Final = Path(__file__).parent / "results"
-_MICRO: Final = Path(__file__).parent / "micro"
-_BASELINES: Final = RESULTS / "micro"
-# A median that grew by more than this since the baseline is a change, not noise.
-_MICRO_LIMIT: Final = "median:25%"
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m bench", description=__doc__)
-    what = parser.add_subparsers(dest="suite", required=True)
-    for name, text in (
-        ("egress", "the egress proxy against other proxies"),
-        ("model", "the model proxy against other relays"),
-        ("all", "egress, model, then micro"),
-    ):
-        suite = what.add_parser(name, help=text, description=text)
-        suite.add_argument("--peer", action="append", default=[], metavar="NAME", help="only this one (again for more)")
-        suite.add_argument(
-            "--command",
-            action="append",
-            default=[],
-            metavar="NAME=COMMAND",
-            help="one more peer; {port} is where it must listen, {upstream} (model) the provider's URL",
-        )
-        suite.add_argument(
-            "--scenario", action="append", default=[], metavar="NAME", help="only this, or all that begin so"
-        )
-        suite.add_argument("--curves", action="store_true", help="egress: also the curves from 1 to 1,000 tunnels")
-        suite.add_argument("--rounds", type=int, default=3)
-        suite.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
-        suite.add_argument("--connections", type=int, default=20_000, help="connections or requests of one measurement")
-        suite.add_argument("--idle", type=int, default=5_000, metavar="TUNNELS")
-        suite.add_argument("--quick", action="store_true", help="one short round: does it work, not how fast is it")
-        suite.add_argument(
-            "--out", type=Path, metavar="FILE", help="raw results (default: a new file in bench/results)"
-        )
-    micro = what.add_parser("micro", help="every pure hot function by itself")
-    micro.add_argument("--save", action="store_true", help="keep the result as this machine's baseline")
-    micro.add_argument(
-        "--compare", action="store_true", help=f"fail where a function exceeds the baseline, {_MICRO_LIMIT}"
+    commands = parser.add_subparsers(dest="command_name", required=True)
+    for name, text in {**SUITES, "all": "all of these, then micro"}.items():
+        _add_suite(commands.add_parser(name, help=text, description=text), name)
+    micro = commands.add_parser("micro", help="every pure hot function by itself")
+    what = micro.add_mutually_exclusive_group()
+    what.add_argument("--save", action="store_true", help="keep the result as the baseline")
+    what.add_argument(
+        "--compare", action="store_true", help="fail where a function has become slower than noise explains"
     )
-    micro.add_argument("--once", action="store_true", help="run each function once: is it correct, not how fast is it")
-    show = what.add_parser("show", help="print and draw a result again")
-    show.add_argument("file", type=Path)
+    what.add_argument("--once", action="store_true", help="run each function once: is it correct, not how fast is it")
+    where = commands.add_parser("profile", help="where the gateway's time goes in a scenario")
+    where.add_argument("scenario", help="of the egress or model suite")
+    where.add_argument("--seconds", type=float, default=5.0)
+    show = commands.add_parser("show", help="print and draw results again")
+    show.add_argument("file", type=Path, nargs="+")
+    readme = commands.add_parser("readme", help="put the tables and plots of a folder of results into README.md")
+    readme.add_argument("folder", type=Path)
     return parser
 
 
-def run_micro(*, save: bool = False, compare: bool = False, once: bool = False) -> int:
-    """Run the micro benchmarks with pytest-benchmark. Returns its exit status."""
-    command = [sys.executable, "-m", "pytest", str(_MICRO), "--override-ini=addopts=", "-p", "no:cacheprovider", "-q"]
-    if once:
-        command += ["--benchmark-disable"]
-    else:
-        command += [
-            f"--benchmark-storage=file://{_BASELINES}",
-            "--benchmark-columns=median,iqr",
-            "--benchmark-sort=name",
-        ]
-    if save:
-        command += ["--benchmark-save=baseline"]
-    if compare:
-        command += ["--benchmark-compare", f"--benchmark-compare-fail={_MICRO_LIMIT}"]
-    return subprocess.run(command, check=False, cwd=_MICRO.parent.parent).returncode
+def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
+    proxies, everything = name in ("egress", "curves", "model"), name == "all"
+    suite.set_defaults(peer=[], command=[], scenario=[])
+    if proxies:
+        suite.add_argument("--peer", action="append", metavar="NAME", help="only this one (again for more)")
+        suite.add_argument(
+            "--command",
+            action="append",
+            metavar="NAME=COMMAND",
+            help="one more peer; {port} is where it must listen, {upstream} (model) the provider's URL",
+        )
+        suite.add_argument("--scenario", action="append", metavar="NAME", help="only this, or all that begin so")
+    if name != "sandbox":
+        suite.add_argument("--rounds", type=int, default=3)
+    if proxies or everything:
+        suite.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
+        suite.add_argument("--connections", type=int, default=20_000, help="connections or requests of one measurement")
+        suite.add_argument("--idle", type=int, default=5_000, metavar="TUNNELS")
+    if name == "sandbox" or everything:
+        suite.add_argument("--starts", type=int, default=10, metavar="ROUNDS", help="of session starts; 0: none")
+        suite.add_argument("--sessions", type=int, default=100, help="in all, eight at a time; 0: none")
+    if name == "api" or everything:
+        suite.add_argument("--requests", type=int, default=1_000, help="API requests of one measurement")
+        suite.add_argument("--stored", type=int, default=10_000, help="sessions in the database")
+    suite.add_argument("--quick", action="store_true", help="one short round: does it work, not how fast is it")
+    suite.add_argument("--out", type=Path, metavar="FOLDER", help="of raw results (default: bench/results/DATE-TIME; a quick run: a temporary one)")  # fmt: skip
 
 
-def _say(console: Console) -> Callable[[str], None]:
-    return lambda text: console.print(text, style="dim", highlight=False)
-
-
-def _settings(options: argparse.Namespace) -> Settings:
-    if options.quick:
-        return Settings(rounds=1, seconds=0.5, connections=500, idle_tunnels=200)
-    return Settings(options.rounds, options.seconds, options.connections, options.idle)
-
-
-def _choose(suite: str, options: argparse.Namespace) -> tuple[list[peers.Peer], list[str], list[Scenario]]:
-    """Return the suite's peers, why others are missing, and its scenarios. Raises ValueError."""
-    if suite == "egress":
-        found, missing = peers.choose(options.peer, options.command)
-        return found, missing, egress.choose(options.scenario, curves=options.curves)
-    chosen = model.scenarios()
-    if options.scenario:
-        chosen = [each for each in chosen if any(each.name.startswith(name) for name in options.scenario)]
-    return model.choose_peers(options.peer, options.command), [], chosen
-
-
-def run_suite(suite: str, options: argparse.Namespace, console: Console) -> int:
+def run_job(work: Job, folder: Path, console: Console) -> int:
     """Run a suite. Returns the exit status: 1 when a result does not count, 2 when nothing could be run."""
-    settings, now = _settings(options), datetime.now(UTC)
+    now = datetime.now(UTC)
     run = Run(now.strftime("%Y-%m-%d %H:%M UTC"), shlex.join(["python", "-m", "bench", *sys.argv[1:]]), describe())
+    run.missing = [f"not measured: {text}" for text in work.missing]
     try:
-        found, missing, chosen = _choose(suite, options)
-        run.missing = [f"not measured: {text}" for text in missing]
-        if compiler() is None:
-            run.notes.append("no C compiler: the load generator in Python is often what limits the rate")
-        names = ", ".join(peer.name for peer in found)
-        console.print(f"{suite}: {len(chosen)} scenarios, {settings.rounds} rounds, peers {names}")
-        (egress if suite == "egress" else model).run(run, found, chosen, settings, _say(console))
-    except (ValueError, LoadError) as error:
+        work.run(run, lambda text: console.print(text, style="dim", highlight=False))
+    except (RuntimeError, LoadError) as error:
+        console.print(f"{work.name}: not measured: {error}", style="red")
+        return 2
+    file = folder / f"{work.name}.json"
+    run.save(file)
+    finish(run, file, console)
+    # A peer that did not start is no result either.
+    return 1 if not run.records or any(record.problems for record in run.records) or run.failed else 0
+
+
+def run_suites(names: Sequence[str], options: argparse.Namespace, console: Console) -> int:
+    """Print the plan with its minutes, then run the suites one after the other. Returns the worst exit status."""
+    try:
+        jobs = [job(name, options) for name in names]
+    except ValueError as error:
         console.print(str(error), style="red")
         return 2
-    out = options.out or RESULTS / f"{suite}-{now:%Y%m%d-%H%M%S}.json"
-    run.save(out)
-    finish(run, out, console)
-    return 1 if any(record.problems for record in run.records) else 0
+    for each in jobs:
+        console.print(f"{each.name:8} {each.expected_s() / 60:5.1f} min  {each.plan()}", highlight=False)
+    console.print(
+        f"together {sum(each.expected_s() for each in jobs) / 60:5.1f} min on an idle machine", highlight=False
+    )
+    scratch = Path(tempfile.mkdtemp(prefix="bench-")) if options.quick and not options.out else None
+    folder = options.out or scratch or RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}"
+    return max(run_job(each, folder, console) for each in jobs)
 
 
 def finish(run: Run, file: Path, console: Console) -> None:
@@ -140,18 +121,26 @@ def finish(run: Run, file: Path, console: Console) -> None:
 def main() -> int:
     """Run the command line."""
     options = _parser().parse_args()
+    # As with Ctrl-C: what was started is stopped.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
     # Tables need room; a file or a pipe has as much as they want.
     console = Console() if sys.stdout.isatty() else Console(width=130)
-    if options.suite == "micro":
-        return run_micro(save=options.save, compare=options.compare, once=options.once)
-    if options.suite == "show":
-        finish(Run.load(options.file), options.file, console)
-        return 0
-    suites: Sequence[str] = ("egress", "model") if options.suite == "all" else (options.suite,)
-    statuses = [run_suite(suite, options, console) for suite in suites]
-    if options.suite == "all":
-        statuses.append(run_micro())
-    return max(statuses)
+    match options.command_name:
+        case "micro":
+            return micro_runs.run(keep=options.save, compare=options.compare, once=options.once)
+        case "profile":
+            return profile.run(options.scenario, options.seconds, console)
+        case "readme":
+            return publish.update(options.folder, console)
+        case "show":
+            for file in options.file:
+                finish(Run.load(file), file, console)
+            return 0
+        case "all":
+            status = run_suites(list(SUITES), options, console)
+            return max(status, micro_runs.run(once=options.quick))
+        case name:
+            return run_suites([name], options, console)
 
 
 if __name__ == "__main__":

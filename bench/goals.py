@@ -1,20 +1,28 @@
-"""The speed goals of the egress proxy, judged from a run's records. A goal that cannot be judged says what is missing."""
+"""The speed goals, judged from a run's records. A goal that cannot be judged says what is missing."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from bench.records import Record, summarize
+from bench import sandbox
+from bench.measure import FOREIGN_LIMIT
+from bench.records import Run, summarize
 
 GATEWAY: Final = "gateway"
 TUNED: Final = "haproxy-tcp"
+RELAY: Final = "aiohttp-relay"
 # What a single-threaded forward proxy should reach with 5,000 tunnels open and idle.
 IDLE_MB: Final = 60.0
+# From the request to the runner's hello, against the engine's own start of the same container.
+START_FACTOR: Final = 1.3
+# p99 of get and list with 10,000 stored sessions.
+API_MS: Final = 20.0
+_ENDLESS: Final = float("inf")
 
 
 @dataclass(frozen=True, slots=True)
 class Goal:
-    """One goal: what was wanted, what was found, and whether that is enough (None: not measured)."""
+    """One goal: what was wanted, what was found, and whether that is enough (None: not measured, or not to be judged)."""
 
     text: str
     found: str
@@ -22,9 +30,10 @@ class Goal:
 
 
 class _Judge:
-    def __init__(self, records: Sequence[Record], forward_proxies: Sequence[str]) -> None:
-        self._records = records
-        self.proxies = forward_proxies
+    def __init__(self, run: Run) -> None:
+        self._records = run.records
+        # Peers that do the same work as the egress proxy.
+        self.proxies = [name for name, peer in run.peers.items() if peer["forward_proxy"]]
 
     def value(self, scenario: str, peer: str, name: str) -> float | None:
         summary = summarize(self._records, scenario, peer, name)
@@ -40,11 +49,28 @@ class _Judge:
         factor = ours / theirs
         return Goal(text, f"{ours:.3g} {unit} to {theirs:.3g}: {factor:.2f} x", least <= factor <= most)
 
+    def at_most(self, text: str, found: float | None, most: float, unit: str) -> Goal:
+        if found is None:
+            return Goal(text, "not measured", None)
+        return Goal(text, f"{found:.3g} {unit}", found <= most)
 
-def judge(records: Sequence[Record], forward_proxies: Sequence[str]) -> list[Goal]:
-    """Return every goal. `forward_proxies` are the peers that do the same work, by name."""
-    judge_ = _Judge(records, forward_proxies)
-    endless = float("inf")
+    def disturbed(self, scenario: str, peer: str) -> bool:
+        """Tell whether other programs took so much of the machine that a missed limit in seconds says nothing."""
+        return any(
+            record.foreign_cpu > FOREIGN_LIMIT
+            for record in self._records
+            if (record.scenario, record.peer) == (scenario, peer)
+        )
+
+
+def judge(run: Run) -> list[Goal]:
+    """Return the goals of every suite that the run has."""
+    judge_ = _Judge(run)
+    suites = {"egress": _egress, "model": _model, sandbox.SUITE: _sandbox, "api": _api}
+    return [goal for suite, goals in suites.items() if run.of(suite) for goal in goals(judge_)]
+
+
+def _egress(judge_: _Judge) -> list[Goal]:
     goals = []
     for tunnels, factor in ((1, 2.0), (16, 1.3)):
         scenario = f"bulk-{tunnels}-down"
@@ -53,11 +79,11 @@ def judge(records: Sequence[Record], forward_proxies: Sequence[str]) -> list[Goa
         goals += [
             judge_.ratio(
                 f"{text}: at least {factor} x the best forward proxy",
-                ours, judge_.best(scenario, "gb_per_s", max), "GB/s", factor, endless,
+                ours, judge_.best(scenario, "gb_per_s", max), "GB/s", factor, _ENDLESS,
             ),
             judge_.ratio(
                 f"{text}: at least 0.9 x HAProxy tuned to splice",
-                ours, judge_.value(scenario, TUNED, "gb_per_s"), "GB/s", 0.9, endless,
+                ours, judge_.value(scenario, TUNED, "gb_per_s"), "GB/s", 0.9, _ENDLESS,
             ),
             judge_.ratio(
                 f"{text}: CPU at most 0.4 x the best forward proxy's",
@@ -66,13 +92,11 @@ def judge(records: Sequence[Record], forward_proxies: Sequence[str]) -> list[Goa
         ]  # fmt: skip
     cpu = judge_.value("connections", GATEWAY, "cpu_us_per_connection")
     rate = judge_.value("connections", GATEWAY, "connections_per_s")
-    for proxy in forward_proxies:
+    for proxy in judge_.proxies:
         # Tinyproxy takes a thread a connection, so two cores instead of one: reported, no goal.
-        if proxy == "tinyproxy":
-            continue
         their_rate = judge_.value("connections", proxy, "connections_per_s")
-        if their_rate is not None:
-            goals.append(judge_.ratio(f"connections: at least {proxy}'s rate", rate, their_rate, "/s", 1, endless))
+        if proxy != "tinyproxy" and their_rate is not None:
+            goals.append(judge_.ratio(f"connections: at least {proxy}'s rate", rate, their_rate, "/s", 1, _ENDLESS))
     goals.append(
         judge_.ratio(
             "CPU per connection: at most Squid's",
@@ -87,11 +111,42 @@ def judge(records: Sequence[Record], forward_proxies: Sequence[str]) -> list[Goa
             )
         )  # fmt: skip
     memory = judge_.value("idle", GATEWAY, "rss_mb")
-    goals.append(
-        Goal(
-            f"idle tunnels: at most {IDLE_MB:.0f} MB resident",
-            "not measured" if memory is None else f"{memory:.1f} MB",
-            None if memory is None else memory <= IDLE_MB,
+    goals.append(judge_.at_most(f"idle tunnels: at most {IDLE_MB:.0f} MB resident", memory, IDLE_MB, "MB"))
+    return goals
+
+
+def _model(judge_: _Judge) -> list[Goal]:
+    def relay(scenario: str, name: str) -> tuple[float | None, float | None]:
+        return judge_.value(scenario, GATEWAY, name), judge_.value(scenario, RELAY, name)
+
+    return [
+        judge_.ratio(
+            "requests: CPU at most 1/8 of the aiohttp relay's",
+            *relay("requests-small", "cpu_us_per_request"), "us", 0, 1 / 8,
+        ),
+        judge_.ratio(
+            "events: CPU at most 1/2 of the aiohttp relay's", *relay("events-stream", "cpu_us_per_event"), "us", 0, 1 / 2
+        ),
+    ]  # fmt: skip
+
+
+def _sandbox(judge_: _Judge) -> list[Goal]:
+    return [
+        judge_.ratio(
+            f"start of {number}: at most {START_FACTOR} x the engine's own start of the same container",
+            judge_.value(f"start-{number}", sandbox.OURS, "ms"), judge_.value(f"start-{number}", sandbox.ENGINE, "ms"), "ms", 0, START_FACTOR,
         )
-    )
+        for number in (1, sandbox.AT_ONCE)
+    ]  # fmt: skip
+
+
+def _api(judge_: _Judge) -> list[Goal]:
+    goals = []
+    for database in ("sqlite", "postgresql"):
+        for scenario in ("api-get", "api-list"):
+            text = f"{database}: p99 of {scenario.removeprefix('api-')} at most {API_MS:g} ms"
+            goal = judge_.at_most(text, judge_.value(scenario, database, "p99_ms"), API_MS, "ms")
+            if goal.reached is False and judge_.disturbed(scenario, database):
+                goal = Goal(text, f"{goal.found}, but other programs took part of the machine", None)
+            goals.append(goal)
     return goals

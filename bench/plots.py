@@ -1,12 +1,12 @@
-"""Plots of a run as SVG; matplotlib is only needed here."""
+"""Plots of a run as SVG; matplotlib is only needed here. One colour a peer in every plot, the gateway's stands out."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Final
 
 from bench.records import Record, Run, summarize
+from bench.rounds import PERCENTILES
 
-# One colour a peer in every plot; the gateway stands out.
 _COLOURS: Final = {
     "direct": "#9aa0a6",
     "c-splicer": "#5f6368",
@@ -15,8 +15,50 @@ _COLOURS: Final = {
     "gateway+forwarder": "#f29900",
     "squid": "#34a853",
     "tinyproxy": "#a142f4",
+    "aiohttp-relay": "#34a853",
+    "opificia": "#d93025",
+    "engine-python": "#34a853",
+    "engine-echo": "#8ab4f8",
+    "docker-run": "#5f6368",
+    "docker-exec": "#9aa0a6",
+    "sqlite": "#d93025",
+    "postgresql": "#34a853",
 }
 _OTHER: Final = "#795548"
+
+_BULK: Final = {f"{number} {way}": f"bulk-{number}-{way}" for way in ("down", "up", "both") for number in (1, 16, 256)}
+_CONNECTIONS: Final = {"plain": "connections", "TLS": "connections-tls"}
+_API: Final = {name: f"api-{name}" for name in ("create", "get", "list", "list-failed")}
+_API_BUSY: Final = {name: f"{scenario}-4-at-once" for name, scenario in _API.items()}
+_STARTS: Final = {"one": "start-1", "eight at once": "start-8"}
+# File, title, value, and the groups of bars: label and scenario.
+_BARS: Final[tuple[tuple[str, str, str, dict[str, str]], ...]] = (
+    ("throughput", "Throughput of 1, 16 and 256 tunnels, GB/s", "gb_per_s", _BULK),
+    ("cpu-per-gb", "CPU seconds per GB through 1, 16 and 256 tunnels", "cpu_s_per_gb", _BULK),
+    ("connections", "Connections per second", "connections_per_s", _CONNECTIONS),
+    ("cpu-per-connection", "CPU µs per connection", "cpu_us_per_connection", _CONNECTIONS),
+    ("cpu-per-message", "CPU µs per message", "cpu_us_per_message", {"1 tunnel": "echo", "64 tunnels": "echo-64"}),
+    ("idle-memory-per-tunnel", "Memory of an idle tunnel, KiB", "rss_kib_per_tunnel", {"idle": "idle"}),
+    ("model-requests", "Model requests per second", "requests_per_s", {"2 KB": "requests-small", "115 KB": "requests-large"}),
+    ("model-cpu", "CPU µs per model request", "cpu_us_per_request", {"2 KB": "requests-small", "115 KB": "requests-large"}),
+    ("model-events", "CPU µs per event", "cpu_us_per_event", {"as fast as taken": "events-stream", "1,000 paced": "paced-1000"}),
+    ("session-start", "From request to first output, ms", "ms", _STARTS),
+    ("api-p50", "API, one at a time: p50, ms", "p50_ms", _API),
+    ("api-p99", "API, one at a time: p99, ms", "p99_ms", _API),
+    ("api-p99-busy", "API, four at once: p99, ms", "p99_ms", _API_BUSY),
+)  # fmt: skip
+# File, title, the prefix of the values, and the panels: title and scenario.
+_LATENCIES: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
+    (
+        "echo",
+        "",
+        {"echo, one tunnel": "echo", "64 tunnels": "echo-64", "under bulk": "echo-under-bulk", "stalled readers": "echo-stalled-readers"},
+    ),
+    ("connect-latency", "", {"a connection, 32 at a time": "connections", "TLS": "connections-tls"}),
+    ("model-latency", "", {"a small request": "requests-small", "a large one": "requests-large"}),
+    ("model-first-byte", "first_", {"first byte of a stream": "events-stream"}),
+    ("model-lateness", "late_", {"lateness of paced events": "paced-1000"}),
+)  # fmt: skip
 
 
 class PlotsUnavailableError(Exception):
@@ -34,24 +76,17 @@ def draw(run: Run, directory: Path) -> list[Path]:
     mpl.rcParams.update({"svg.hashsalt": "bench", "svg.fonttype": "none", "font.size": 9})
     directory.mkdir(parents=True, exist_ok=True)
     records = run.records
-    drawn = [
-        _bars(records, directory / "throughput.svg", "Throughput down, GB/s", "gb_per_s",
-              {"1 tunnel": "bulk-1-down", "16 tunnels": "bulk-16-down", "256 tunnels": "bulk-256-down"}),
-        _bars(records, directory / "cpu-per-gb.svg", "CPU seconds per GB", "cpu_s_per_gb",
-              {"1 tunnel": "bulk-1-down", "16 tunnels": "bulk-16-down", "256 tunnels": "bulk-256-down"}),
-        _bars(records, directory / "connections.svg", "Connections per second", "connections_per_s",
-              {"plain": "connections", "TLS": "connections-tls"}),
-        _bars(records, directory / "cpu-per-connection.svg", "CPU µs per connection", "cpu_us_per_connection",
-              {"plain": "connections", "TLS": "connections-tls"}),
-        _latencies(records, directory / "echo.svg"),
-        _curve(records, directory / "idle-memory.svg", "Resident memory, MB", "idle tunnels", _idle_points),
-        _curve(records, directory / "throughput-by-tunnels.svg", "GB/s down", "tunnels", _bulk_points),
-        _curve(records, directory / "connections-by-concurrency.svg", "connections/s", "connections at once", _rate_points),
-        _bars(records, directory / "model-cpu.svg", "CPU µs per request", "cpu_us_per_request",
-              {"small reply": "requests-small", "115 KB body": "requests-large"}),
-        _bars(records, directory / "model-events.svg", "CPU µs per event", "cpu_us_per_event",
-              {"streams": "events-stream", "1,000 paced": "paced-1000"}),
-    ]  # fmt: skip
+    drawn = [_bars(records, directory / f"{name}.svg", title, value, groups) for name, title, value, groups in _BARS]
+    drawn += [_latencies(records, directory / f"{name}.svg", prefix, panels) for name, prefix, panels in _LATENCIES]
+    drawn.append(_curves(records, directory / "idle-memory.svg", "Resident memory, MB", "idle tunnels", _idle_points))
+    # Two of the points have their place among the egress scenarios: alone they make no curve.
+    for name, title, label, scenario, value in (
+        ("throughput-by-tunnels", "Throughput down, GB/s", "tunnels", "bulk-{}-down", "gb_per_s"),
+        ("cpu-by-tunnels", "CPU seconds per GB", "tunnels", "bulk-{}-down", "cpu_s_per_gb"),
+        ("connections-by-number", "Connections per second", "connections at once", "connections-{}", "connections_per_s"),
+        ("cpu-by-connections", "CPU µs per connection", "connections at once", "connections-{}", "cpu_us_per_connection"),
+    ):  # fmt: skip
+        drawn.append(_curves(records, directory / f"{name}.svg", title, label, _points(scenario, value)))
     return [path for path in drawn if path is not None]
 
 
@@ -61,97 +96,120 @@ def _peers(records: Sequence[Record]) -> list[str]:
 
 
 def _save(figure: Any, path: Path) -> Path:
-    figure.tight_layout()
-    figure.savefig(path, metadata={"Date": None})
     import matplotlib.pyplot as plt
 
+    figure.tight_layout()
+    figure.savefig(path, metadata={"Date": None})
     plt.close(figure)
     return path
 
 
-def _axes(width: float = 7.0, height: float = 3.2) -> tuple[Any, Any]:
+def _axes(panels: int = 1, width: float = 7.0) -> tuple[Any, list[Any]]:
     import matplotlib.pyplot as plt
 
-    figure, axes = plt.subplots(figsize=(width, height))
-    axes.spines[["top", "right"]].set_visible(False)
-    return figure, axes
+    figure, axes = plt.subplots(1, panels, figsize=(width, 3.2), sharey=True, squeeze=False)
+    for each in axes[0]:
+        each.spines[["top", "right"]].set_visible(False)
+    return figure, list(axes[0])
+
+
+def _legend(axes: Any) -> None:
+    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
 
 
 def _bars(records: Sequence[Record], path: Path, title: str, value: str, groups: dict[str, str]) -> Path | None:
-    groups = {label: name for label, name in groups.items() if any(record.scenario == name for record in records)}
-    peers = [
-        peer
+    found = {
+        (peer, label): summary
+        for label, scenario in groups.items()
         for peer in _peers(records)
-        if any((found := summarize(records, name, peer, value)) and found.median for name in groups.values())
-    ]
-    if not peers:
+        if (summary := summarize(records, scenario, peer, value)) and summary.median
+    }
+    if not found:
         return None
-    figure, axes = _axes()
+    labels = [label for label in groups if any(each == label for _, each in found)]
+    peers = [peer for peer in _peers(records) if any(each == peer for each, _ in found)]
+    figure, (axes,) = _axes(width=max(7.0, 1.4 * len(labels)))
     width = 0.8 / len(peers)
     for index, peer in enumerate(peers):
-        for place, scenario in enumerate(groups.values()):
-            found = summarize(records, scenario, peer, value)
-            if found is None:
-                continue
-            axes.bar(
-                place + (index - (len(peers) - 1) / 2) * width, found.median, width * 0.9,
-                yerr=[[found.median - found.least], [found.most - found.median]],
-                color=_COLOURS.get(peer, _OTHER), label=peer if place == 0 else None, error_kw={"linewidth": 0.8},
-            )  # fmt: skip
-    axes.set_xticks(range(len(groups)), list(groups))
+        mine = {label: found[peer, label] for label in labels if (peer, label) in found}
+        axes.bar(
+            [labels.index(label) + (index - (len(peers) - 1) / 2) * width for label in mine],
+            [summary.median for summary in mine.values()],
+            width * 0.9,
+            yerr=[
+                [summary.median - summary.least for summary in mine.values()],
+                [summary.most - summary.median for summary in mine.values()],
+            ],
+            color=_COLOURS.get(peer, _OTHER), label=peer, error_kw={"linewidth": 0.8},
+        )  # fmt: skip
+    axes.set_xticks(range(len(labels)), labels)
     axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    _legend(axes)
     return _save(figure, path)
 
 
-def _latencies(records: Sequence[Record], path: Path) -> Path | None:
-    names = ("p50_us", "p99_us", "p999_us")
-    peers = [peer for peer in _peers(records) if summarize(records, "echo", peer, "p50_us")]
-    if not peers:
+def _latencies(records: Sequence[Record], path: Path, prefix: str, panels: dict[str, str]) -> Path | None:
+    """Draw the distributions by their percentiles, one panel a scenario, each on the same logarithmic axis."""
+    names = {"p50": "50 %", "p90": "90", "p99": "99", "p999": "99.9", "max": "max"}
+    drawn = {
+        title: {
+            peer: [summary.median for summary in found if summary]
+            for peer in _peers(records)
+            if all(found := [summarize(records, scenario, peer, f"{prefix}{name}_us") for name in PERCENTILES])
+        }
+        for title, scenario in panels.items()
+    }
+    drawn = {title: peers for title, peers in drawn.items() if peers}
+    if not drawn:
         return None
-    figure, axes = _axes()
-    for peer in peers:
-        found = [summarize(records, "echo", peer, name) for name in names]
-        if all(found):
-            medians = [each.median for each in found if each]
-            axes.plot(["p50", "p99", "p99.9"], medians, marker="o", color=_COLOURS.get(peer, _OTHER), label=peer)
-    axes.set_yscale("log")
-    axes.set_title("Echo of one byte through one tunnel, µs", loc="left")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    figure, axes = _axes(len(drawn), 2.5 + 2.5 * len(drawn))
+    for each, (title, peers) in zip(axes, drawn.items(), strict=True):
+        for peer, values in peers.items():
+            colour = _COLOURS.get(peer, _OTHER)
+            each.plot([names[name] for name in PERCENTILES], values, marker="o", markersize=3, color=colour, label=peer)
+        each.set_yscale("log")
+        each.set_title(f"{title}, µs", loc="left")
+    _legend(axes[-1])
     return _save(figure, path)
 
 
-def _idle_points(records: Sequence[Record], peer: str) -> dict[float, float]:
+def _idle_points(records: Sequence[Record], peer: str) -> dict[int, float]:
+    prefix = "rss_mb_"
     values = {name for record in records if record.scenario == "idle" for name in record.values}
-    steps = [int(name.removeprefix("rss_mb_")) for name in values if name.startswith("rss_mb_")]
-    found = {step: summarize(records, "idle", peer, f"rss_mb_{step}") for step in sorted(steps)}
+    steps = sorted(int(name.removeprefix(prefix)) for name in values if name.startswith(prefix))
+    found = {step: summarize(records, "idle", peer, f"{prefix}{step}") for step in steps}
     return {step: summary.median for step, summary in found.items() if summary}
 
 
-def _bulk_points(records: Sequence[Record], peer: str) -> dict[float, float]:
-    found = {
-        number: summarize(records, f"bulk-{number}-down", peer, "gb_per_s") for number in (1, 4, 16, 64, 256, 1000)
-    }
-    return {number: summary.median for number, summary in found.items() if summary}
+def _points(scenario: str, value: str) -> Callable[[Sequence[Record], str], dict[int, float]]:
+    before, _, after = scenario.partition("{}")
+
+    def points(records: Sequence[Record], peer: str) -> dict[int, float]:
+        names = {record.scenario for record in records if record.suite == "curves"}
+        texts = [name[len(before) :].removesuffix(after) for name in names if name.startswith(before)]
+        numbers = sorted(int(text) for text in texts if text.isdigit())
+        found = {number: summarize(records, scenario.format(number), peer, value) for number in numbers}
+        return {number: summary.median for number, summary in found.items() if summary}
+
+    return points
 
 
-def _rate_points(records: Sequence[Record], peer: str) -> dict[float, float]:
-    names = {1: "connections-1", 8: "connections-8", 32: "connections", 128: "connections-128", 512: "connections-512"}
-    found = {number: summarize(records, name, peer, "connections_per_s") for number, name in names.items()}
-    return {number: summary.median for number, summary in found.items() if summary}
-
-
-def _curve(records: Sequence[Record], path: Path, title: str, label: str, points: Any) -> Path | None:
-    curves = {peer: points(records, peer) for peer in _peers(records)}
-    curves = {peer: found for peer, found in curves.items() if len(found) > 2}
+def _curves(
+    records: Sequence[Record],
+    path: Path,
+    title: str,
+    label: str,
+    points: Callable[[Sequence[Record], str], dict[int, float]],
+) -> Path | None:
+    curves = {peer: found for peer in _peers(records) if len(found := points(records, peer)) > 1}
     if not curves:
         return None
-    figure, axes = _axes()
+    figure, (axes,) = _axes()
     for peer, found in curves.items():
         axes.plot(list(found), list(found.values()), marker="o", color=_COLOURS.get(peer, _OTHER), label=peer)
-    if min(next(iter(curves.values()))) >= 1:
+    if all(min(found) >= 1 for found in curves.values()):
         axes.set_xscale("log")
     axes.set_xlabel(label)
     axes.set_title(title, loc="left")
-    axes.legend(frameon=False, fontsize=8, loc="center left", bbox_to_anchor=(1, 0.5))
+    _legend(axes)
     return _save(figure, path)

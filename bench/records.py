@@ -63,6 +63,8 @@ class Run:
     peers: dict[str, dict[str, Any]] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+    # Peers that should have been measured and did not start.
+    failed: list[str] = field(default_factory=list)
     records: list[Record] = field(default_factory=list)
 
     def save(self, path: Path) -> None:

@@ -55,6 +55,23 @@ _COLUMNS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("late_p99_us", "late p99 µs", ",.0f"),
         ("rss_mb", "RSS MB", ".1f"),
     ),
+    "start": (
+        ("ms", "median ms", ",.0f"),
+        ("max_ms", "slowest ms", ",.0f"),
+        ("control_cpu_ms", "control's CPU ms", ",.0f"),
+    ),
+    "sessions": (
+        ("seconds", "seconds", ".1f"),
+        ("sessions_per_s", "sessions/s", ".2f"),
+        ("control_growth_mib", "control grew MiB", "+.1f"),
+    ),
+    "api": (
+        ("requests_per_s", "requests/s", ",.0f"),
+        ("p50_ms", "p50 ms", ".1f"),
+        ("p99_ms", "p99 ms", ".1f"),
+        ("max_ms", "slowest ms", ".1f"),
+        ("cpu_ms_per_request", "CPU ms each", ".2f"),
+    ),
 }
 
 
@@ -104,21 +121,20 @@ def print_report(run: Run, console: Console) -> None:
                 table.add_row("", Text(f"no result: {problem}", style="red"))
         console.print(table)
     _print_goals(run, console)
+    for text in run.failed:
+        console.print(text, style="red")
     for text in (*run.missing, *run.notes):
         console.print(f"Note: {text}", style="yellow")
 
 
 def _print_goals(run: Run, console: Console) -> None:
-    records = run.of("egress")
-    if not records:
+    goals = judge(run)
+    if not goals:
         return
     table = Table(title="goals", title_justify="left", header_style="bold")
     for heading in ("goal", "found", "reached"):
         table.add_column(heading)
-    proxies = [name for name, peer in run.peers.items() if peer["forward_proxy"]]
-    for goal in judge(records, proxies):
-        word = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("–", style="dim")}[
-            goal.reached
-        ]
-        table.add_row(goal.text, goal.found, word)
+    words = {True: Text("yes", style="green"), False: Text("no", style="red"), None: Text("–", style="dim")}
+    for goal in goals:
+        table.add_row(goal.text, goal.found, words[goal.reached])
     console.print(table)

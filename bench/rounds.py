@@ -4,13 +4,18 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from bench.load import LoadError, Server
 from bench.measure import Usage
 from bench.peers.base import CheckError, Ground, Peer
 from bench.processes import NotRunningError
 from bench.records import Record, Run
+
+# Of each client's samples, as the load programs name them.
+PERCENTILES: Final = ("p50", "p90", "p99", "p999", "max")
+# Starting a peer and proving its checks, once a round.
+_START_S: Final = 1.5
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +27,11 @@ class Settings:
     connections: int = 20_000
     idle_tunnels: int = 5_000
     concurrency: int = 32
+
+    @classmethod
+    def quick(cls) -> "Settings":
+        """Return what shows that all works, as fast as that can be shown; its numbers mean nothing."""
+        return cls(rounds=1, seconds=0.2, connections=300, idle_tunnels=100)
 
 
 @dataclass(slots=True)
@@ -45,6 +55,10 @@ class Scenario(ABC):
         del peer, stage
         return True
 
+    def expected_s(self, settings: Settings) -> float:
+        """Return about how long one run takes: warm-up, measurement, and the comparison with the audit log."""
+        return settings.seconds + 1.2
+
     @abstractmethod
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
         """Measure; fill `record.values`. Returns the results of all load clients."""
@@ -59,7 +73,13 @@ def take_usage(record: Record, usage: Usage) -> None:
 def take_latency(record: Record, result: dict[str, Any], samples: str = "latency_us", prefix: str = "") -> None:
     """Note the percentiles of a client's samples."""
     found = result.get(samples, {})
-    record.values.update({f"{prefix}{name}_us": found[name] for name in ("p50", "p99", "p999") if name in found})
+    record.values.update({f"{prefix}{name}_us": found[name] for name in PERCENTILES if name in found})
+
+
+def expected_s(peers: Sequence[Peer], chosen: Sequence[Scenario], settings: Settings) -> float:
+    """Return about how long `run_rounds` takes."""
+    once = _START_S + sum(scenario.expected_s(settings) for scenario in chosen)
+    return settings.rounds * len(peers) * once
 
 
 def run_rounds(
@@ -91,7 +111,7 @@ def _run_round(
             try:
                 peer.start(stage.ground)
             except (CheckError, NotRunningError, LoadError) as error:
-                run_.notes.append(f"{peer.name} did not start: {error}")
+                run_.failed.append(f"round {number + 1}: {peer.name} did not start: {error}")
                 continue
             started.append(peer)
             run_.peers.setdefault(

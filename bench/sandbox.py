@@ -1,31 +1,29 @@
-"""`python -m bench.sandbox`: how soon a session's runner says hello, and what a hundred sessions leave behind.
+"""How soon a session's runner says hello, and what a hundred sessions leave behind. Needs root, as the tests with an engine do.
 
-Start: from the request to the runner's hello, against the engine's own create and start of the same container (its configuration
-read back from a live sandbox) to its first output, in interleaved rounds on one private engine. Goal: at most 1.3 times as long.
+Start: from the request to the runner's hello, one session and eight at once, in interleaved rounds on one private engine,
+against the engine's own create and start of the same container (its configuration read back from a live sandbox) to its first
+output; against `docker run` of the same image, which has none of the protection; and against `docker exec` in a sandbox that
+is there already. Every start is cold: nothing is made in advance.
 Many: a hundred sessions, eight at a time, each with its log, its exit code and its result; afterwards no container, volume, loop
 device, grant or place may be left, and control's memory must not have grown with their number.
-
-Needs root, as the tests with an engine do.
 """
 
-import argparse
 import asyncio
 import contextlib
 import os
+import shutil
 import statistics
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from ipaddress import IPv4Address
-from pathlib import Path
 from typing import Any, Final
 
 import docker
 
-from bench.machine import describe
 from bench.processes import cpu_seconds, rss_bytes
-from bench.records import Record, Run, summarize
+from bench.records import Record, Run
 from control.api.types import SessionView
 from control.client import ControlClient
 from control.plan.container import membership
@@ -34,65 +32,91 @@ from control.plan.session import Reason, RunnerConnected
 from control.spec import SandboxSpec
 from gateway.contract.limits import MIB
 
-GOAL_FACTOR: Final = 1.3
+SUITE: Final = "sandbox"
+OURS: Final = "opificia"
+ENGINE: Final = "engine-python"
 AT_ONCE: Final = 8
-# Between the first ten sessions and the last, which is when a leak of some KiB a session shows.
+# Between the first sessions and the last, which is when a leak of some KiB a session shows.
+_WARM: Final = 10
 MEMORY_GROWTH_MB: Final = 8.0
-_SUITE: Final = "sandbox"
-_OURS: Final = "request to hello"
-_ENGINE: Final = "engine, Python"
-_ENGINE_SHELL: Final = "engine, echo"
-# The runner is Python too. A shell's first output comes sooner, and is told for comparison.
-_FIRST_OUTPUT: Final = {
-    _ENGINE: ["python3", "-I", "-c", "print('here')"],
-    _ENGINE_SHELL: ["echo", "here"],
+_PYTHON: Final = ("python3", "-I", "-c", "print('here')")
+_ECHO: Final = ("echo", "here")
+# The runner is Python too: that is the fair comparison. A shell's first output comes sooner.
+ABOUT: Final = {
+    OURS: "request to the runner's hello, by the control API",
+    ENGINE: "the same container by the engine's API: create, attach, start, to the first output of Python",
+    "engine-echo": "the same, to the first output of echo",
+    "docker-run": "docker run --network none of the same image, not hardened, echo",
+    "docker-exec": "docker exec in a running sandbox, echo",
 }
+_IMAGE: Final = "opificia-sandbox:latest"
 _WAIT_S: Final = 120.0
 _SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "sandbox": {"memory_bytes": 256 * MIB, "work_bytes": 64 * MIB, "tmp_bytes": 16 * MIB, "home_bytes": 16 * MIB},
     "admission": {"cpus": 64.0, "memory_bytes": 64 * 256 * MIB},
-    "limits": {"max_running": AT_ONCE, "stop_grace_ms": 1_000, "out_bytes": 4 * MIB, "out_files": 100},
+    # One more for the sandbox whose twins are started.
+    "limits": {"max_running": AT_ONCE + 1, "stop_grace_ms": 1_000, "out_bytes": 4 * MIB, "out_files": 100},
 }
 
 
 class Bench:
     """One private host under measurement."""
 
-    def __init__(self, host: Any, engine: Any, control: ControlClient, client: docker.DockerClient, run: Run) -> None:
+    def __init__(self, host: Any, engine: Any, control: ControlClient, client: docker.DockerClient, run_: Run) -> None:
         self._host = host
         self._engine = engine
         self._control = control
         self._client = client
-        self._run = run
-        self._image = "opificia-sandbox:latest"
+        self._run = run_
+        # asyncio's own pool has only a few more threads than there are cores.
+        self._threads = ThreadPoolExecutor(AT_ONCE)
 
-    async def start(self, rounds: int) -> None:
-        """Measure starts, in another order each round."""
+    async def start(self, rounds: int, say: Callable[[str], None]) -> None:
+        """Measure starts, one and several at once, in another order each round. The first round warms caches."""
         model = await self._connected()
         body = self._same_container(model.id)
-        order = [_OURS, *_FIRST_OUTPUT]
+        peers: dict[str, Callable[[str], Awaitable[float]]] = {
+            OURS: lambda _: self._hello(),
+            ENGINE: lambda name: self._twin(body, _PYTHON, name),
+            "engine-echo": lambda name: self._twin(body, _ECHO, name),
+        }
+        if shutil.which("docker"):
+            plain = ("run", "--rm", "--network", "none", "--entrypoint", _ECHO[0], _IMAGE, *_ECHO[1:])
+            peers["docker-run"] = lambda _: self._command(*plain)
+            peers["docker-exec"] = lambda _: self._command("exec", f"opificia-{model.id}", *_ECHO)
+        else:
+            self._run.missing.append("not measured: docker run, docker exec (no docker command)")
+        self._run.peers |= {name: {"about": ABOUT[name], "checks": "", "forward_proxy": False} for name in peers}
+        order = list(peers.items())
         for number in range(rounds + 1):
-            for peer in (*order[number % len(order) :], *order[: number % len(order)]):
-                began = cpu_seconds([self._host.control.pid])
-                took = await (self._hello() if peer is _OURS else self._first_output(body, _FIRST_OUTPUT[peer], number))
-                if number == 0:
-                    continue  # the first of each warms caches
-                values = {"ms": took * 1000}
-                if peer is _OURS:
-                    values["control_cpu_ms"] = (cpu_seconds([self._host.control.pid]) - began) * 1000
-                self._run.records.append(Record(_SUITE, "start", peer, number, values))
+            for at_once in (1, AT_ONCE):
+                for name, begin in (*order[number % len(order) :], *order[: number % len(order)]):
+                    say(f"round {number}/{rounds}: start-{at_once}: {name}")
+                    record = Record(SUITE, f"start-{at_once}", name, number, {})
+                    await self._start(begin, at_once, record)
+                    if number:
+                        self._run.records.append(record)
         await self._end(model.id)
+
+    async def _start(self, begin: Callable[[str], Awaitable[float]], at_once: int, record: Record) -> None:
+        cpu, began = cpu_seconds([self._host.control.pid]), time.monotonic()
+        taken = await asyncio.gather(*(begin(f"twin-{record.round}-{record.peer}-{place}") for place in range(at_once)))
+        if record.peer == OURS:
+            # With the end and the clean-up of each.
+            record.values["control_cpu_ms"] = (cpu_seconds([self._host.control.pid]) - cpu) * 1000 / at_once
+        record.values |= {"ms": statistics.median(taken) * 1000, "max_ms": max(taken) * 1000}
+        record.raw = {"ms": [round(each * 1000, 1) for each in taken], "seconds": time.monotonic() - began}
 
     async def many(self, count: int) -> None:
         """Run `count` sessions and look for what they leave."""
-        record = Record(_SUITE, f"{count} sessions, {AT_ONCE} at a time", _OURS, 0, {})
+        record = Record(SUITE, f"sessions-{count}", OURS, 0, {})
         folders = {path.name for path in self._host.sessions.iterdir()}
         began = time.monotonic()
         sessions = [await self._launch("sh", "-c", f"echo {n}; echo {n} > /out/n; exit 7") for n in range(count)]
         memory = 0
         for number, session in enumerate(sessions):
             view = await self._ended(session)
-            if number == 9:
+            if number + 1 == _WARM:
                 memory = rss_bytes([self._host.control.pid])
             log = (self._host.sessions / session / "stdout.log").read_bytes()
             if (view.reason, view.exit_code, log) != (Reason.EXIT_CODE, 7, b"%d\n" % number):
@@ -101,14 +125,16 @@ class Bench:
         record.problems += await self._left(sessions)
         strange = {path.name for path in self._host.sessions.iterdir()} - folders - set(sessions)
         record.problems += [f"a folder that is nobody's: {name}" for name in sorted(strange)]
-        grown = (rss_bytes([self._host.control.pid]) - memory) / MIB
-        if grown > MEMORY_GROWTH_MB:
-            record.problems.append(f"control's memory grew by {grown:.1f} MiB after the first ten")
-        record.values = {"seconds": seconds, "sessions_per_s": count / seconds, "control_growth_mib": grown}
+        record.values = {"seconds": seconds, "sessions_per_s": count / seconds}
+        if count > _WARM:
+            grown = (rss_bytes([self._host.control.pid]) - memory) / MIB
+            record.values["control_growth_mib"] = grown
+            if grown > MEMORY_GROWTH_MB:
+                record.problems.append(f"control's memory grew by {grown:.1f} MiB after the first {_WARM}")
         self._run.records.append(record)
 
     async def _launch(self, *command: str) -> str:
-        view = await self._control.create(SandboxSpec(image=self._image, command=command))
+        view = await self._control.create(SandboxSpec(image=_IMAGE, command=command))
         await self._control.launch(view.id)
         return view.id
 
@@ -141,20 +167,22 @@ class Bench:
     def _same_container(self, session: str) -> dict[str, Any]:
         """Return the create call of a live sandbox's twin: all the same but its owner, its program and its address."""
         found = self._client.api.inspect_container(f"opificia-{session}")
-        network = NetworkSettings()
-        last = IPv4Address(int(network.network.broadcast_address) - 1)
         return {
             **found["Config"],
             "HostConfig": found["HostConfig"],
             "Labels": {},
             "Cmd": [],
-            **membership(network, last),
         }
 
-    async def _first_output(self, body: dict[str, Any], program: list[str], number: int) -> float:
-        return await asyncio.to_thread(self._first_output_in_thread, {**body, "Entrypoint": program}, f"twin-{number}")
+    async def _twin(self, body: dict[str, Any], program: tuple[str, ...], name: str) -> float:
+        place = int(name.rpartition("-")[2])
+        network = NetworkSettings()
+        # From the far end of the network, where no sandbox is yet.
+        address = IPv4Address(int(network.network.broadcast_address) - 1 - place)
+        whole = {**body, "Entrypoint": list(program), **membership(network, address)}
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._first_output, whole, name)
 
-    def _first_output_in_thread(self, body: dict[str, Any], name: str) -> float:
+    def _first_output(self, body: dict[str, Any], name: str) -> float:
         api: Any = self._client.api
         began = time.monotonic()
         container = api.create_container_from_config(body, name)["Id"]
@@ -166,6 +194,19 @@ class Bench:
             return time.monotonic() - began
         finally:
             api.remove_container(container, force=True)
+
+    async def _command(self, *arguments: str) -> float:
+        """Run the docker command; return when its first output came."""
+        began = time.monotonic()
+        process = await asyncio.create_subprocess_exec(
+            "docker", "--host", f"unix://{self._engine.socket}", *arguments, stdout=asyncio.subprocess.PIPE
+        )
+        assert process.stdout is not None
+        line = await process.stdout.readline()
+        took = time.monotonic() - began
+        if await process.wait() or line != b"here\n":
+            raise RuntimeError(f"docker {arguments[0]} failed")
+        return took
 
     async def _left(self, sessions: list[str]) -> list[str]:
         """Return what is left of ended sessions after a while in which it may still go."""
@@ -217,62 +258,25 @@ def _host() -> Iterator[tuple[Any, Any]]:
         yield host, engine
 
 
-async def _measure(run: Run, rounds: int, sessions: int) -> None:
+async def _measure(run_: Run, starts: int, sessions: int, say: Callable[[str], None]) -> None:
+    say("images, a private engine, and both daemons")
     with _host() as (host, engine), contextlib.closing(engine.client()) as client:
         async with ControlClient(host.api) as control:
-            bench = Bench(host, engine, control, client, run)
-            if rounds:
-                await bench.start(rounds)
+            bench = Bench(host, engine, control, client, run_)
+            if starts:
+                await bench.start(starts, say)
             if sessions:
+                say(f"{sessions} sessions, {AT_ONCE} at a time")
                 await bench.many(sessions)
 
 
-def _print(run: Run) -> bool:
-    """Print what was found; return whether every goal is reached."""
-    reached = True
-    medians = {}
-    for peer in (_OURS, *_FIRST_OUTPUT):
-        summary = summarize(run.records, "start", peer, "ms")
-        if summary is not None:
-            medians[peer] = summary.median
-            print(f"start: {peer:18} median {summary.median:6.0f} ms ({summary.least:.0f} to {summary.most:.0f})")
-    cpu = [each.values["control_cpu_ms"] for each in run.records if "control_cpu_ms" in each.values]
-    if cpu:
-        print(f"start: control's CPU, to the end and the clean-up: median {statistics.median(cpu):.0f} ms")
-    if medians:
-        factor = medians[_OURS] / medians[_ENGINE]
-        reached = factor <= GOAL_FACTOR
-        print(f"goal: at most {GOAL_FACTOR} x the engine's own: {factor:.2f} x, {'reached' if reached else 'missed'}")
-    for record in run.records:
-        if record.scenario != "start":
-            values = record.values
-            print(
-                f"{record.scenario}: {values['seconds']:.1f} s, {values['sessions_per_s']:.2f}/s, "
-                f"control's memory {values['control_growth_mib']:+.1f} MiB after the first ten"
-            )
-            for problem in record.problems:
-                print(f"  {problem}")
-            reached = reached and not record.problems
-            print(f"goal: nothing lost, nothing left, memory flat: {'missed' if record.problems else 'reached'}")
-    return reached
+def expected_s(starts: int, sessions: int) -> float:
+    """Return about how long `run` takes, once the images are built."""
+    return 30 + (starts + 1) * 14 + sessions / 2.5
 
 
-def main() -> int:
-    """Measure, print, and return 0 when every goal is reached, 2 when it cannot run."""
-    parser = argparse.ArgumentParser(prog="python -m bench.sandbox", description=__doc__)
-    parser.add_argument("--rounds", type=int, default=15, help="of starts; 0: none")
-    parser.add_argument("--sessions", type=int, default=100, help="in all; 0: none")
-    parser.add_argument("--out", type=Path, metavar="FILE", help="raw results as JSON")
-    options = parser.parse_args()
+def run(run_: Run, starts: int, sessions: int, say: Callable[[str], None]) -> None:
+    """Measure `starts` rounds of starts, then `sessions` sessions. Raises RuntimeError when no private engine can run."""
     if os.geteuid() != 0:
-        print("a private engine needs root", file=sys.stderr)
-        return 2
-    run = Run(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime()), " ".join(sys.argv), describe())
-    asyncio.run(_measure(run, options.rounds, options.sessions))
-    if options.out:
-        run.save(options.out)
-    return 0 if _print(run) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        raise RuntimeError("a private engine needs root")
+    asyncio.run(_measure(run_, starts, sessions, say))

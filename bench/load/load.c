@@ -467,7 +467,7 @@ static void run_bulk(void) {
         for (long i = 0; i < option.tunnels && !open; i++) open = tunnels[i].state == ENDING;
     }
     for (long i = 0; i < option.tunnels; i++)
-        if (tunnels[i].state == ENDING) tunnel_close(&tunnels[i], DONE);
+        if (tunnels[i].state == ENDING) tunnel_fail(&tunnels[i], "the end of a tunnel", ETIMEDOUT);
     print_result("bulk", seconds, cpu, ", \"bytes\": %lu, \"ended_in_order\": %ld, \"least_bytes\": %lu, \"most_bytes\": %lu",
                  bytes, confirmed, least == UINT64_MAX ? 0 : least, most);
 }

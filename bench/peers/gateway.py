@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import gateway
 from bench.load import Route
@@ -36,6 +36,8 @@ class GatewayPeer(Peer):
     checks = "credentials, rules, cached DNS, address classes, budget, slots, ClientHello on 443, audit log, metrics"
     reads_hello = True
     uid = FIRST_UID
+    # How long the gateway may take to write its last audit lines.
+    settle_s: ClassVar[float] = 30
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,7 +57,8 @@ class GatewayPeer(Peer):
 
     def _config(self, ground: Ground, directory: Path) -> str:
         self._metrics_port = free_port()
-        # No limit of [limits] is off; the audit log keeps every line because every line is compared.
+        # No limit of [limits] is off; the audit log keeps every line because every line is compared. All of the
+        # load is one source, where sandboxes have an address each.
         nameservers = [ground.nameserver] if ground.nameserver else []
         return (
             f'[listen]\n{self._listen(directory)}metrics = "127.0.0.1:{self._metrics_port}"\n'
@@ -63,6 +66,7 @@ class GatewayPeer(Peer):
             f"[egress]\nallow_loopback = true\nnameservers = {json.dumps(nameservers)}\n"
             f'[audit]\ndir = "{directory}/egress"\n'
             f"[limits]\nmax_egress_log_lines = 1_000_000_000\n"
+            f"unauthenticated_per_source = 10_000\nunauthenticated_total = 10_000\n"
         )
 
     def _session(self) -> str:
@@ -175,7 +179,7 @@ class GatewayPeer(Peer):
         return problems
 
     def _settle(self, done: Callable[[], bool]) -> None:
-        end = time.monotonic() + 10
+        end = time.monotonic() + self.settle_s
         while not done() and time.monotonic() < end:
             time.sleep(0.05)
 

@@ -77,7 +77,6 @@ class ModelGateway(GatewayPeer):
         return (
             super()._config(ground, directory)
             + "model_requests_per_session = 2_000\nmodel_upstream_connections = 2_000\n"
-            + "unauthenticated_per_source = 2_000\n"
             + f'[model]\nupstream = "http://{ground.plain}"\napi_key_file = "{key}"\n'
         )
 

@@ -1,4 +1,4 @@
-"""A PostgreSQL server of the test: its own data folder and socket, durability off, run as an unprivileged user."""
+"""A PostgreSQL server of the test: its own data folder and socket, run as an unprivileged user."""
 
 import os
 import pwd
@@ -14,13 +14,17 @@ _VERSIONS: Final = Path("/usr/lib/postgresql")
 
 
 class Postgres:
-    """Use as a context manager. `url` is how control.toml names a database of it."""
+    """Use as a context manager. `url` is how control.toml names a database of it.
 
-    def __init__(self) -> None:
+    `durable`: a commit waits for the disk, as in production; tests do without.
+    """
+
+    def __init__(self, *, durable: bool = False) -> None:
         found = sorted(_VERSIONS.glob("*/bin"), key=lambda path: int(path.parent.name))
         if not found:
             raise RuntimeError("PostgreSQL is not installed: run scripts/setup")
         self._bin = found[-1]
+        self._fsync = "on" if durable else "off"
         self.root = Path(tempfile.mkdtemp(prefix="opificia-pg-"))
         # The server refuses to run as root; Debian's package brings an account for it.
         self._user: list[str] = []
@@ -29,6 +33,17 @@ class Postgres:
             os.chown(self.root, account.pw_uid, account.pw_gid)
             self._user = ["setpriv", f"--reuid={account.pw_uid}", f"--regid={account.pw_gid}", "--clear-groups", "--"]
         self._server: subprocess.Popen[bytes] | None = None
+
+    @property
+    def program(self) -> Path:
+        """The server's program."""
+        return self._bin / "postgres"
+
+    @property
+    def pid(self) -> int:
+        """The running server's first process."""
+        assert self._server is not None
+        return self._server.pid
 
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://opificia@/{database}?host={self.root}"
@@ -39,9 +54,16 @@ class Postgres:
         return self.url(database)
 
     def start(self) -> None:
-        options = ["-c", "fsync=off", "-c", "listen_addresses=", "-c", f"unix_socket_directories={self.root}"]
+        options = [
+            "-c",
+            f"fsync={self._fsync}",
+            "-c",
+            "listen_addresses=",
+            "-c",
+            f"unix_socket_directories={self.root}",
+        ]
         self._server = subprocess.Popen(
-            [*self._user, str(self._bin / "postgres"), "-D", str(self.root / "data"), *options],
+            [*self._user, str(self.program), "-D", str(self.root / "data"), *options],
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             cwd="/",

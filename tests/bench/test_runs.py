@@ -1,0 +1,109 @@
+"""Every suite once, for correctness: a run with errors, or whose audit lines do not equal what was made, must say so."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import egress
+from bench.load import Client
+from bench.peers import Peer
+from bench.peers.gateway import GatewayPeer
+from bench.records import Record, Run, summarize
+from bench.rounds import Scenario, Settings, Stage
+from tests.support.paths import CHECKOUT
+
+DROPPING = Path(__file__).with_name("dropping_proxy.py")
+
+
+def bench(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "bench", *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+
+
+def test_every_micro_benchmark_works() -> None:
+    done = bench("micro", "--once")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_the_egress_suite_runs_without_an_error(tmp_path: Path) -> None:
+    # Of each kind one; nightly runs all.
+    kinds = ("bulk-16-both", "connections", "echo-stalled-readers", "idle")
+    peers = ("direct", "c-splicer", "gateway", "gateway+forwarder")
+    chosen = [word for kind in kinds for word in ("--scenario", kind)] + [
+        word for peer in peers for word in ("--peer", peer)
+    ]
+    done = bench("egress", "--quick", "--out", str(tmp_path), *chosen)
+    assert done.returncode == 0, done.stdout + done.stderr
+    run = Run.load(tmp_path / "egress.json")
+    for scenario in ("bulk-16-both", "connections", "connections-tls", "echo-stalled-readers"):
+        assert {each.peer for each in run.records if each.scenario == scenario} == set(peers)
+    assert "goals" in done.stdout
+
+
+def test_the_model_suite_runs_without_an_error(tmp_path: Path) -> None:
+    done = bench("model", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {"direct", "gateway", "aiohttp-relay"} <= {each.peer for each in Run.load(tmp_path / "model.json").records}
+
+
+def test_the_api_suite_runs_without_an_error(tmp_path: Path) -> None:
+    done = bench("api", "--quick", "--out", str(tmp_path))
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert {each.peer for each in Run.load(tmp_path / "api.json").records} == {"sqlite", "postgresql"}
+
+
+def test_a_peer_that_drops_every_hundredth_connection_is_no_result(tmp_path: Path) -> None:
+    command = f"dropping={sys.executable} {DROPPING} {{port}}"
+    chosen = ("--peer", "direct", "--scenario", "connections", "--command", command)
+    done = bench("egress", "--quick", "--out", str(tmp_path), *chosen)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert "no result" in done.stdout
+    records = Run.load(tmp_path / "egress.json").records
+    assert [each.problems[0].partition(" ")[2][:6] for each in records if each.peer == "dropping"][:1] == ["errors"]
+    assert summarize(records, "connections", "dropping", "connections_per_s") is None
+    assert summarize(records, "connections", "direct", "connections_per_s") is not None
+
+
+class _Impatient(GatewayPeer):
+    settle_s = 1
+
+
+class _Connections(Scenario):
+    """Twenty connections, about which something else is claimed."""
+
+    def __init__(self, name: str, claimed: dict[str, int]) -> None:
+        super().__init__(name)
+        self._claimed = claimed
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        result = Client("connect", peer.route(), ["--total", "20"]).run()
+        record.values["connections_per_s"] = 1
+        return [result | {name: result[name] + more for name, more in self._claimed.items()}]
+
+
+def test_audit_lines_or_bytes_that_do_not_equal_what_was_made_are_no_result() -> None:
+    claims = {
+        "true": {},
+        "a tunnel more": {"tunnels": 1},
+        "a tunnel less": {"tunnels": -1},
+        "a byte more up": {"total_up": 1},
+        "a byte less down": {"total_down": -1},
+    }
+    run = Run("", "", {})
+    scenarios = [_Connections(name, claimed) for name, claimed in claims.items()]
+    egress.run(run, "egress", [_Impatient()], scenarios, Settings.quick(), print)
+    counted = {name: summarize(run.records, name, "gateway", "connections_per_s") is not None for name in claims}
+    assert counted == {name: name == "true" for name in claims}, [each.problems for each in run.records]
+
+
+def test_a_gateway_that_does_not_refuse_what_it_should_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The deny rule that the check asks about is gone.
+    monkeypatch.setattr("bench.peers.gateway._DENY", ("paste.example",))
+    run = Run("", "", {})
+    egress.run(run, "egress", [GatewayPeer()], [_Connections("true", {})], Settings.quick(), print)
+    assert not run.records
+    assert "host.internal.bench.example" in run.failed[0]
