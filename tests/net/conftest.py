@@ -21,6 +21,7 @@ TWICE = {
     "test_tunnel",
     "test_plain",
     "test_plain_bodies",
+    "test_overload",
 }
 
 # These run the gateway's own code, so they run it on the gateway's own loop.

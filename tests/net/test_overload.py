@@ -1,6 +1,7 @@
 """Overload: who is in stays served, newcomers are refused or wait, and the process recovers by itself."""
 
 import asyncio
+import contextlib
 
 import pytest
 
@@ -73,6 +74,47 @@ async def test_slow_heads_take_only_their_own_share() -> None:
                 assert await client.read_exactly(1) == b"x"
             for client in slow:
                 await client.close()
+
+
+async def test_a_sandbox_that_opens_very_many_connections_is_held_to_its_share_and_others_are_served() -> None:
+    share, storm_size = 20, 300
+    with gateway_process(
+        {"limits": {"unauthenticated_per_source": share}}, [SESSION, {**SESSION, "id": "s2"}]
+    ) as gateway:
+        async with echo_server() as server:
+            target = f"127.0.0.1:{server.port}"
+            tunnel = await gateway.client()
+            assert (await tunnel.tunnel(target, GOOD)).status == 200
+
+            async def ask_for_nothing() -> None:
+                client = await gateway.client()
+                storm.append(client)
+                with contextlib.suppress(ConnectionError):
+                    await client.send(b"CONNECT ")
+                    await client.reader.read()
+
+            storm: list[Client] = []
+            tasks = {asyncio.create_task(ask_for_nothing()) for _ in range(storm_size)}
+            waiting = tasks
+            async with asyncio.timeout(60):
+                while len(waiting) > share:
+                    _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+
+            await tunnel.send(b"still")
+            assert await tunnel.read_exactly(5) == b"still"
+            async with await gateway.client("s2") as other:
+                assert (await other.tunnel(target, ("s2", TOKEN))).status == 200
+            # The others of the share wait for the rest of their heads.
+            assert len(waiting) == share
+            for client in storm:
+                await client.close()
+            await asyncio.wait(tasks)
+            again = None
+            async with asyncio.timeout(20):
+                while (again := await try_tunnel(gateway, target)) is None:
+                    await asyncio.sleep(0.02)
+            await again.close()
+            await tunnel.close()
 
 
 async def test_a_sandbox_that_makes_very_many_refused_requests_leaves_memory_flat_and_its_log_bounded() -> None:

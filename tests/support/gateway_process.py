@@ -175,9 +175,10 @@ class GatewayProcess:
         return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
     async def client(self, session: str = "s1", *, proxy: bytes = b"") -> Client:
-        """Return a raw connection to the sandbox port, from where the session's sandbox is."""
+        """Return a raw connection to the sandbox port, from where the session's sandbox is: an address of its own."""
         if self.forwarded is None:
-            return await Client.connect(("127.0.0.1", self.port), proxy=proxy)
+            number = next((n for n, each in enumerate(self.sessions, 1) if each["id"] == session), 1)
+            return await Client.connect(("127.0.0.1", self.port), proxy=proxy, source=f"127.0.0.{number}")
         return await self.forwarded.client(self._places.get(session, self.forwarded.addresses[0]))
 
     def __enter__(self) -> Self:

@@ -57,12 +57,12 @@ class Client:
         self.writer = writer
 
     @classmethod
-    async def connect(cls, to: tuple[str, int] | Path, *, proxy: bytes = b"") -> Self:
-        """Connect to a TCP address or a unix socket and send `proxy` (see `proxy_v2`) first."""
+    async def connect(cls, to: tuple[str, int] | Path, *, proxy: bytes = b"", source: str = "") -> Self:
+        """Connect to a TCP address (from `source`) or a unix socket and send `proxy` (see `proxy_v2`) first."""
         if isinstance(to, Path):
             reader, writer = await asyncio.open_unix_connection(to)
         else:
-            reader, writer = await asyncio.open_connection(*to)
+            reader, writer = await asyncio.open_connection(*to, local_addr=(source, 0) if source else None)
         client = cls(reader, writer)
         if proxy:
             await client.send(proxy)
