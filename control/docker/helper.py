@@ -22,6 +22,8 @@ from control.plan.container import LABEL_HOST, LABEL_ROLE
 # A helper that the engine restarts is back within a second.
 _PATIENCE_S: Final = 10.0
 _RETRY_S: Final = 0.2
+# It serves one at a time; a second one waits in its input, so that it is never idle between two.
+_AT_ONCE: Final = 2
 # A firewall's listing on a host with thousands of rules.
 _MAX_ANSWER_BYTES: Final = 64 * 1024 * 1024
 
@@ -43,6 +45,7 @@ class Helper:
         self._filters = {"label": [f"{LABEL_HOST}={host_id}", f"{LABEL_ROLE}={role}"]}
         self._role = role
         self._container = ""
+        self._turns = asyncio.Semaphore(_AT_ONCE)
 
     async def run(self, argv: Sequence[str]) -> str:
         """Run a command that may be repeated and return its output.
@@ -60,6 +63,11 @@ class Helper:
         command = shlex.join(argv)
         if "\n" in command:
             raise ValueError("a command for a helper is one line")
+        # Patience begins with one's turn: a burst of launches is no helper that hangs.
+        async with self._turns:
+            return await self._execute(command)
+
+    async def _execute(self, command: str) -> Executed:
         loop = asyncio.get_running_loop()
         give_up = loop.time() + _PATIENCE_S
         while True:

@@ -101,8 +101,20 @@ class DockerService:
 
     async def create(self, plan: ContainerPlan) -> str:
         """Make a container and return its id."""
-        made = await self._engine.call(lambda api: api.create_container_from_config(plan.body, plan.name))
-        return str(made["Id"])
+
+        async def make() -> str:
+            made = await self._engine.call(lambda api: api.create_container_from_config(plan.body, plan.name))
+            return str(made["Id"])
+
+        try:
+            return await make()
+        except EngineError as error:
+            if "is already in use by container" not in error.message:
+                raise
+            # What a process of ours asked for before it was killed, the engine may finish after we looked for it.
+            if not await self._remove_unstarted(plan.name):
+                raise
+            return await make()
 
     async def start(self, container: str) -> None:
         """Start a container; if its logs are being followed, not before they are attached."""
@@ -215,6 +227,18 @@ class DockerService:
     async def remove_host(self, plan: HostPlan) -> list[str]:
         """Take down what `prepare_host` made; return the changes."""
         return await self._host.remove(plan)
+
+    async def _remove_unstarted(self, name: str) -> bool:
+        """Remove a container of this installation that was never started; return whether there is none any more."""
+        try:
+            found = await self._engine.call(lambda api: api.inspect_container(name))
+        except NotFoundError:
+            return True
+        labels = found["Config"]["Labels"] or {}
+        if labels.get(LABEL_HOST) != self._host_id or _time(found["State"]["StartedAt"]):
+            return False
+        await self.remove(found["Id"])
+        return True
 
     async def _observe(self, container: str) -> ObservedContainer | None:
         try:

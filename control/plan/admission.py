@@ -43,6 +43,21 @@ class Admission:
 
     def enqueue(self, session: str, demand: Demand) -> None:
         """Put a session at the end of the queue. Raises AdmissionError if it could never start, or the queue is full."""
+        self._require_possible(demand)
+        waiting = self.capacity.waiting
+        if len(self._waiting) >= waiting:
+            raise AdmissionError(f"{waiting} sessions are waiting already; try again later", later=True)
+        self._waiting[session] = demand
+
+    def restore(self, session: str, demand: Demand) -> None:
+        """Put a session that waited before a restart at the end of the queue, however long that is.
+
+        Raises AdmissionError if it could never start.
+        """
+        self._require_possible(demand)
+        self._waiting[session] = demand
+
+    def _require_possible(self, demand: Demand) -> None:
         limit = self.capacity
         if demand.memory_bytes > limit.memory_bytes or demand.cpus > limit.cpus:
             raise AdmissionError(
@@ -50,9 +65,6 @@ class Admission:
                 f"all sandboxes together may take {limit.memory_bytes} and {limit.cpus:g}; ask for less",
                 later=False,
             )
-        if len(self._waiting) >= limit.waiting:
-            raise AdmissionError(f"{limit.waiting} sessions are waiting already; try again later", later=True)
-        self._waiting[session] = demand
 
     def hold(self, session: str, demand: Demand) -> None:
         """Count a session that runs already, found again after a restart. It may exceed the capacity."""

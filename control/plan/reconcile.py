@@ -27,6 +27,17 @@ class Requeue:
 
 
 @dataclass(frozen=True, slots=True)
+class Relaunch:
+    """The session's launch was cut before its container was started: it waits for room again.
+
+    `container`: what was made for it, empty if nothing was. It cannot be started, because nobody knows its token any more.
+    """
+
+    session: str
+    container: str
+
+
+@dataclass(frozen=True, slots=True)
 class Adopt:
     """The session's container was started: follow it to its end, or take down what has ended meanwhile."""
 
@@ -48,7 +59,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """The session was being launched, or its container is gone: it cannot be taken up again."""
+    """The session was to end while it was launched, or its container is gone: it cannot be taken up again."""
 
     session: str
     vanished: bool
@@ -70,7 +81,7 @@ class RemoveStray:
     ran: bool
 
 
-Action = Requeue | Adopt | Refuse | Fail | CleanUp | RemoveStray
+Action = Requeue | Relaunch | Adopt | Refuse | Fail | CleanUp | RemoveStray
 
 
 def reconcile(
@@ -89,22 +100,30 @@ def reconcile(
             actions.append(CleanUp(name))
             continue
         if life.state is SessionState.CREATED:
-            if life.waiting:
+            # What an earlier launch made, if the daemon died before it took it away.
+            left = by_session.get(name)
+            if left is not None and life.waiting:
+                claimed.add(left.id)
+                actions.append(Relaunch(name, left.id))
+            elif life.waiting:
                 actions.append(Requeue(name))
             continue
         # A container that was made in the moment of the crash is not in the record yet; its label tells.
         container = found.get(life.container) or by_session.get(name)
-        if container is None:
-            actions.append(Fail(name, vanished=bool(life.container)))
-        elif not container.ran:
-            # The token is known to nobody any more, so it cannot be started.
-            actions.append(Fail(name, vanished=False))
-            actions.append(RemoveStray(container.id, name, ran=False))
+        if container is not None:
             claimed.add(container.id)
-        else:
+        if container is not None and container.ran:
             same = container.policy == policies[name]
             actions.append(Adopt(name, container.id) if same else Refuse(name, container.id))
-            claimed.add(container.id)
+        elif life.container and container is None:
+            # It may have run, and nobody knows how it ended.
+            actions.append(Fail(name, vanished=True))
+        elif life.state is SessionState.LAUNCHING and life.ending is None and life.exit is None:
+            actions.append(Relaunch(name, "" if container is None else container.id))
+        else:
+            actions.append(Fail(name, vanished=False))
+            if container is not None:
+                actions.append(RemoveStray(container.id, name, ran=False))
     strays = [container for container in found.values() if container.id not in claimed]
     ended = {name for name, life in sessions.items() if life.state.final}
     actions += [RemoveStray(each.id, each.session, each.ran) for each in strays if each.session not in ended]

@@ -8,7 +8,8 @@ Rules, in prose:
 3. Whoever first asks a session to end is remembered as its `ending`; what the container then does cannot change the reason.
    Without an ending the container's own exit is the reason. What the runner claims (`completed`) never is: it is the word of
    untrusted code, and only tells a command's exit from a kill that looks the same.
-4. Every step is an event. An event that the table does not allow in a state is refused as a value; the state stays.
+4. A launch that was cut before its container was started has done nothing yet: the session waits again, and is launched anew.
+5. Every step is an event. An event that the table does not allow in a state is refused as a value; the state stays.
 
 Times are milliseconds since the epoch, handed in.
 """
@@ -101,6 +102,10 @@ class LaunchStarted(msgspec.Struct, frozen=True, tag="launch_started"):
     token_sha256: str
 
 
+class LaunchCut(msgspec.Struct, frozen=True, tag="launch_cut"):
+    """The daemon ended before the container was started: the session waits for room again."""
+
+
 class ContainerCreated(msgspec.Struct, frozen=True, tag="container_created"):
     """The engine made the container; it is not started yet."""
 
@@ -186,6 +191,7 @@ class ToolReturned(msgspec.Struct, frozen=True, tag="tool_returned"):
 Event = (
     LaunchRequested
     | LaunchStarted
+    | LaunchCut
     | ContainerCreated
     | RunnerConnected
     | RunnerDisconnected
@@ -252,6 +258,7 @@ TRANSITIONS: Final[Mapping[tuple[SessionState, type[msgspec.Struct]], Next]] = {
     (_S.CREATED, LaunchRequested): _S.CREATED,
     (_S.CREATED, EndRequested): _End.END,
     (_S.CREATED, LaunchStarted): _S.LAUNCHING,
+    (_S.LAUNCHING, LaunchCut): _S.CREATED,
     (_S.LAUNCHING, ContainerCreated): _S.LAUNCHING,
     (_S.LAUNCHING, RunnerConnected): _S.CONNECTED,
     (_S.CONNECTED, RunnerConnected): _S.CONNECTED,
@@ -288,6 +295,9 @@ def _note(session: Session, event: Event, now_ms: int) -> Session:
     match event:
         case LaunchRequested():
             return replace(session, waiting=True)
+        case LaunchCut():
+            # The address stays held: the next launch takes it again.
+            return replace(session, waiting=True, container="", image_id="", launched_at=None)
         case LaunchStarted(address, token_sha256):
             return replace(session, waiting=False, address=address, token_sha256=token_sha256, launched_at=now_ms)
         case ContainerCreated(container, image_id):

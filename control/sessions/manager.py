@@ -13,14 +13,15 @@ from control.db.database import StoreUnavailableError
 from control.db.rows import StoredSession
 from control.db.store import Store
 from control.docker.types import EngineError, NotFoundError
-from control.plan.admission import Admission, Demand
+from control.plan.admission import Admission, AdmissionError, Demand
 from control.plan.grants import grant_for, policy_digest, total
-from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, RemoveStray, Requeue, reconcile
+from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, Relaunch, RemoveStray, Requeue, reconcile
 from control.plan.retention import Keep
 from control.plan.session import (
     ContainerCreated,
     Ended,
     EndRequested,
+    LaunchCut,
     LaunchRequested,
     LaunchStarted,
     NotAllowed,
@@ -69,6 +70,8 @@ class SessionManager:
         self._records: dict[str, Record] = {}
         self._lives: dict[str, Life] = {}
         self._addresses: dict[str, IPv4Address] = {}
+        # Containers of launches that were cut, to be gone before the next launch of their sessions.
+        self._leftovers: dict[str, str] = {}
         self._last_address: IPv4Address | None = None
         self._position = 0
         self._group: asyncio.TaskGroup | None = None
@@ -126,7 +129,8 @@ class SessionManager:
         # While the database is away nothing new starts, what runs goes on.
         await self.store.ping()
         await asyncio.to_thread(folders.make, record.folder)
-        if self.admission.position(session) is not None:
+        # Asked for twice at the same time: it may be in the queue, or out of it already.
+        if self.admission.position(session) is not None or session in self._lives:
             return record.view()
         queued = record.life.state is SessionState.CREATED
         if queued:
@@ -277,8 +281,14 @@ class SessionManager:
             log.info("after the restart: %s", action)
             match action:
                 case Requeue(session):
+                    self._requeue(self._records[session])
+                case Relaunch(session, container):
                     record = self._records[session]
-                    self.admission.enqueue(session, Demand(record.stored.memory_bytes, record.stored.cpus))
+                    if container:
+                        self._leftovers[session] = container
+                    if not record.life.waiting:
+                        await self._services.recorder.record(record, LaunchCut())
+                    self._requeue(record)
                 case Adopt(session, container):
                     await self._begin(self._records[session], container)
                 case Refuse(session, container):
@@ -294,6 +304,15 @@ class SessionManager:
                     self._spawn(self._strays.remove(container, session, ran=ran), f"stray-{container[:12]}")
         self._admit()
 
+    def _requeue(self, record: Record) -> None:
+        """Queue a session that waited before the restart."""
+        try:
+            self.admission.restore(record.id, Demand(record.stored.memory_bytes, record.stored.cpus))
+        except AdmissionError as error:
+            # The operator has made the host smaller since.
+            refused = EndRequested(Reason.HOST_NOT_READY, str(error))
+            self._spawn(self._end_unlaunched(record, refused), f"refuse-{record.id}")
+
     async def _fail(self, record: Record, vanished: bool) -> None:
         recorder = self._services.recorder
         if not vanished:
@@ -308,8 +327,10 @@ class SessionManager:
         admitted = self.admission.admit()
         for number, session in enumerate(admitted):
             record = self._records[session]
-            taken = set(self._addresses.values())
-            address = self._services.network.free_address(taken, self._last_address)
+            # One whose launch was cut holds an address already.
+            address = self._addresses.get(session)
+            if address is None:
+                address = self._services.network.free_address(set(self._addresses.values()), self._last_address)
             if address is None:
                 # The subnet is the limit: whoever ends gives an address back, and this is called again.
                 for late in reversed(admitted[number:]):
@@ -323,6 +344,7 @@ class SessionManager:
             self._spawn(self._launch(record, life, started), f"session-{session}")
 
     async def _launch(self, record: Record, life: Life, started: LaunchStarted) -> None:
+        await self._remove_leftover(record.id)
         # Not allowed if it was stopped in this very moment; then it has ended.
         if not isinstance(await self._services.recorder.record(record, started), NotAllowed):
             await life.run()
@@ -341,9 +363,15 @@ class SessionManager:
         del self._lives[record.id]
         await self._clean(record)
 
+    async def _remove_leftover(self, session: str) -> None:
+        container = self._leftovers.pop(session, None)
+        if container is not None:
+            await self._strays.remove(container, session, ran=False)
+
     async def _clean(self, record: Record) -> None:
         """Take away what a session that has ended may have left, and forget it. Nothing is left when this returns."""
         session = record.id
+        await self._remove_leftover(session)
         engine = self._services.engine
         while True:
             try:

@@ -6,7 +6,7 @@ from typing import assert_never
 
 from control.db.store import Store
 from control.plan.grants import policy_digest
-from control.plan.reconcile import Action, Adopt, CleanUp, Fail, Refuse, RemoveStray, Requeue, reconcile
+from control.plan.reconcile import Action, Adopt, CleanUp, Fail, Refuse, Relaunch, RemoveStray, Requeue, reconcile
 from control.sessions import journal
 from control.sessions.engine import Engine
 from control.sessions.record import replay
@@ -32,6 +32,8 @@ def describe(action: Action) -> str:
     match action:
         case Requeue(session):
             return f"session {session} would wait for room again"
+        case Relaunch(session, _container):
+            return f"session {session} would be launched anew: its launch was cut before its container was started"
         case Adopt(session, container):
             return f"session {session} would be taken up with its container {container[:12]}"
         case Refuse(session, container):

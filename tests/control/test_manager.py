@@ -514,7 +514,7 @@ async def test_a_container_removed_while_control_was_away_has_vanished(host: Hos
     await nothing_left(host, session)
 
 
-async def test_a_launch_cut_by_a_restart_has_failed_as_an_orphan(host: Host) -> None:
+async def test_a_launch_cut_by_a_restart_begins_anew_and_ends_as_if_nothing_had_happened(host: Host) -> None:
     held = host.engine.hold["start"] = asyncio.Event()
     session = await host.launch("true")
     await until(lambda: "start" in host.engine.calls, "the start")
@@ -523,10 +523,47 @@ async def test_a_launch_cut_by_a_restart_has_failed_as_an_orphan(host: Host) -> 
     host.engine.fail["start"] = EngineError("the daemon died before")
     held.set()
     await stopping
+    before = host.engine.calls.count("create")
     await host.start()
     ended = await host.ended(session)
-    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.ORPHANED)
+    assert (ended.life.state, ended.life.reason) == (S.EXITED, Reason.EXIT_CODE)
+    assert host.engine.calls.count("create") == before + 1
     await nothing_left(host, session)
+
+
+async def test_a_session_that_waited_and_can_never_start_any_more_ends_with_the_reason(stopped_host: Host) -> None:
+    host = stopped_host
+    host.settings["limits"]["max_running"] = 1
+    await host.start()
+    first = await host.launch("sleep", "1000")
+    await host.state(first, S.RUNNING)
+    waiting = await host.launch("true")
+    await host.stop()
+    # Less than one sandbox takes: no start of the daemon may fail by it.
+    host.settings["admission"] = {"cpus": 0.5}
+    await host.start()
+    ended = await host.ended(waiting)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.HOST_NOT_READY)
+    assert "ask for less" in ended.life.message
+    assert (await host.manager.get(first)).life.state is S.RUNNING
+    await host.manager.stop(first, 0)
+    await host.ended(first)
+
+
+async def test_more_than_may_wait_are_taken_up_after_a_restart(stopped_host: Host) -> None:
+    host = stopped_host
+    host.settings["limits"] |= {"max_running": 1, "max_waiting": 3}
+    await host.start()
+    first = await host.launch("sleep", "1000")
+    await host.state(first, S.RUNNING)
+    others = [await host.launch("true") for _ in range(3)]
+    await host.stop()
+    host.settings["limits"]["max_waiting"] = 1
+    await host.start()
+    assert list(host.manager.admission.positions()) == others
+    await host.manager.stop(first, 0)
+    for session in others:
+        assert (await host.ended(session)).life.reason is Reason.EXIT_CODE
 
 
 async def test_waiting_sessions_wait_again_after_a_restart(stopped_host: Host) -> None:

@@ -1,6 +1,6 @@
 """What a start would do is said without doing it."""
 
-from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, RemoveStray, Requeue
+from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, Relaunch, RemoveStray, Requeue
 from control.plan.session import SessionState
 from control.sessions.preview import describe, preview
 from tests.control.conftest import Host
@@ -26,6 +26,7 @@ async def test_nothing_changes_by_looking_and_the_start_then_does_it(host: Host)
 def test_every_action_is_one_sentence() -> None:
     actions = (
         Requeue("s"),
+        Relaunch("s", "c" * 64),
         Adopt("s", "c" * 64),
         Refuse("s", "c" * 64),
         Fail("s", vanished=True),

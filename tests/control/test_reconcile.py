@@ -5,8 +5,8 @@ from collections.abc import Iterable, Mapping
 import pytest
 
 from control.plan import reconcile as plan
-from control.plan.reconcile import Action, Adopt, CleanUp, Fail, Found, Refuse, RemoveStray, Requeue
-from control.plan.session import Session, SessionState
+from control.plan.reconcile import Action, Adopt, CleanUp, Fail, Found, Refuse, Relaunch, RemoveStray, Requeue
+from control.plan.session import Reason, Session, SessionState
 
 S = SessionState
 LIVE = (S.LAUNCHING, S.CONNECTED, S.RUNNING)
@@ -35,16 +35,27 @@ def test_a_container_made_under_another_policy_is_not_kept(state: SessionState) 
     assert plan.reconcile(sessions, {"s": "mine"}, [Found("c", "s", True, "mine")]) == [Adopt("s", "c")]
 
 
-def test_a_launch_that_never_made_a_container_has_failed() -> None:
-    assert reconcile({"s": Session(state=S.LAUNCHING)}, []) == [Fail("s", vanished=False)]
+def test_a_launch_that_never_made_a_container_begins_anew() -> None:
+    assert reconcile({"s": Session(state=S.LAUNCHING)}, []) == [Relaunch("s", "")]
 
 
 def test_a_container_made_in_the_moment_of_the_crash_is_found_by_its_label() -> None:
     assert reconcile({"s": Session(state=S.LAUNCHING)}, [Found("c", "s", True)]) == [Adopt("s", "c")]
 
 
-def test_a_container_that_was_never_started_cannot_be_taken_up() -> None:
-    found = reconcile({"s": Session(state=S.LAUNCHING, container="c")}, [Found("c", "s", False)])
+@pytest.mark.parametrize("known", ["", "c"])
+def test_a_container_that_was_never_started_is_made_anew(known: str) -> None:
+    found = reconcile({"s": Session(state=S.LAUNCHING, container=known)}, [Found("c", "s", False)])
+    assert found == [Relaunch("s", "c")]
+
+
+def test_what_a_cut_launch_left_goes_before_the_next_launch_also_after_another_crash() -> None:
+    assert reconcile({"s": Session(waiting=True)}, [Found("c", "s", False)]) == [Relaunch("s", "c")]
+
+
+def test_a_launch_that_was_to_end_does_not_begin_anew() -> None:
+    life = Session(state=S.LAUNCHING, container="c", ending=Reason.STOPPED_BY_USER)
+    found = reconcile({"s": life}, [Found("c", "s", False)])
     assert found == [Fail("s", vanished=False), RemoveStray("c", "s", ran=False)]
 
 

@@ -16,6 +16,7 @@ from control.plan.session import (
     EndRequested,
     Event,
     Exit,
+    LaunchCut,
     LaunchRequested,
     LaunchStarted,
     NotAllowed,
@@ -35,6 +36,7 @@ from control.plan.session import (
 EVENTS: list[Event] = [
     LaunchRequested(),
     LaunchStarted("10.0.0.16", "a" * 64),
+    LaunchCut(),
     ContainerCreated("c1", "sha256:1"),
     RunnerConnected("i1", "test"),
     RunnerDisconnected(),
@@ -52,7 +54,7 @@ S = SessionState
 # Written out once more, by hand: the table under test must not be what it is compared with.
 ALLOWED = {
     S.CREATED: {"launch_requested", "launch_started", "end_requested"},
-    S.LAUNCHING: {"container_created", "runner_connected", "end_requested", "container_exited", "ended"},
+    S.LAUNCHING: {"launch_cut", "container_created", "runner_connected", "end_requested", "container_exited", "ended"},
     S.CONNECTED: {
         "runner_connected",
         "runner_disconnected",
@@ -93,6 +95,11 @@ def live(*events: Event) -> Session:
 
 def tag(event: Event) -> str:
     return str(event.__struct_config__.tag)
+
+
+def test_a_launch_that_was_cut_waits_again_and_forgets_its_container_but_not_its_address() -> None:
+    cut = live(LaunchRequested(), LaunchStarted("10.0.0.16", "a" * 64), ContainerCreated("c1", "i"), LaunchCut())
+    assert cut == Session(waiting=True, address="10.0.0.16", token_sha256="a" * 64)
 
 
 def test_every_kind_of_event_is_looked_at() -> None:

@@ -53,6 +53,22 @@ async def test_stopped_beyond_its_grace_is_killed(sandboxes: Sandboxes, service:
     assert _how((await sandbox.ended()).exit) == (137, False)
 
 
+async def test_a_container_that_an_earlier_process_asked_for_too_late_gives_way_unless_it_was_started(
+    sandboxes: Sandboxes, service: DockerService
+) -> None:
+    plan, _ = await sandboxes.plan("sleep 60")
+    late = await service.create(plan)
+    made = await service.create(plan)
+    assert made != late
+    assert [each.id for each in await service.owned() if each.name == plan.name] == [made]
+    with pytest.raises(EngineError, match="already in use"):
+        await DockerService(DockerSettings(socket=service._engine._socket_path), "another-host").create(plan)
+    await service.start(made)
+    with pytest.raises(EngineError, match="already in use"):
+        await service.create(plan)
+    await service.remove(made)
+
+
 async def test_killing_what_has_ended_is_no_error(sandboxes: Sandboxes, service: DockerService) -> None:
     sandbox = await sandboxes.launch("true")
     await sandbox.ended()

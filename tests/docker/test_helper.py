@@ -39,6 +39,14 @@ async def test_those_who_ask_at_the_same_time_get_each_their_own_answer(helper: 
     assert answers == [str(number) for number in range(24)]
 
 
+async def test_a_burst_of_questions_waits_its_turn_and_nobody_gives_up(
+    helper: Helper, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("control.docker.helper._PATIENCE_S", 2.0)
+    answers = await asyncio.gather(*(helper.run(["sh", "-c", f"sleep 0.2; echo {number}"]) for number in range(30)))
+    assert answers == [str(number) for number in range(30)]
+
+
 async def test_a_command_that_fails_says_what_it_said(helper: Helper) -> None:
     with pytest.raises(EngineError, match="ls failed in the volumes helper: ls: cannot access '/nowhere'"):
         await helper.run(["ls", "/nowhere"])

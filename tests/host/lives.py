@@ -42,10 +42,10 @@ COUNT: Final = "n=0; until [ -e /work/end ]; do n=$((n+1)); echo $n; sleep 0.05;
 EAT: Final = "python3 -c 'b = []\nwhile True: b.append(bytearray(8 << 20))'"
 
 
-async def until(condition: Callable[[], bool], what: str) -> None:
+async def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
     """Wait for a condition outside of this process."""
     try:
-        async with asyncio.timeout(PATIENCE_S):
+        async with asyncio.timeout(timeout_s):
             while not condition():
                 await asyncio.sleep(0.05)
     except TimeoutError:

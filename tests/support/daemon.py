@@ -52,9 +52,13 @@ class Daemon:
         assert self._process is not None, f"{self.name} was never started"
         return self._process.pid
 
-    def start(self) -> None:
-        """Start it and wait until it says READY=1. Raises DaemonError."""
+    def start(self, *program: str) -> None:
+        """Start it and wait until it says READY=1. Raises DaemonError.
+
+        `program` takes the place of `python -m name`: a stand-in of a test's, with the same arguments behind it.
+        """
         assert not self.running, f"{self.name} is running"
+        argv = [*program, *self._argv[3:]] if program else self._argv
         self._notify.unlink(missing_ok=True)
         with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ready:
             ready.bind(str(self._notify))
@@ -67,7 +71,7 @@ class Daemon:
                         *([f"--groups={groups}"] if groups else ["--clear-groups"]),
                         *("--no-new-privs", "--bounding-set=-all", "--inh-caps=-all"),
                         # Bound to the thread that starts it, so start daemons from the main thread.
-                        *("--pdeathsig=TERM", "--", *self._argv),
+                        *("--pdeathsig=TERM", "--", *argv),
                     ],
                     log=log,
                     env={**self._environment, "NOTIFY_SOCKET": str(self._notify)},
