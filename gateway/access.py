@@ -103,8 +103,12 @@ class AuditLog:
         bytes_down: int = 0,
         ms: int = 0,
         model: ModelCost | None = None,
+        at: float | None = None,
     ) -> None:
-        """Queue one line. `session` is a session id that is known to the registry, so it is safe as a file name."""
+        """Queue one line. `session` is a session id that is known to the registry, so it is safe as a file name.
+
+        `at`: when it happened (time.time), if that was not now.
+        """
         if self._directory is None:
             return
         count = self._written.get(session, 0)
@@ -119,7 +123,7 @@ class AuditLog:
             # JSON may hold U+2028, and some readers of lines end a line there.
             host = host.encode("ascii", "backslashreplace").decode()
         line = (event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms, model)
-        self._queue.append((session, time.time(), line))
+        self._queue.append((session, time.time() if at is None else at, line))
         if not self._wake.is_set():
             self._wake.set()
 

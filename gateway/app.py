@@ -47,6 +47,7 @@ from gateway.runtime.addresses import TcpAddress, parse_address
 from gateway.runtime.notify import feed_watchdog, notify, notify_reloading
 from gateway.runtime.settings import SettingsError
 from gateway.succession import Inheritance, announce, leave_with_manager
+from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.app")
 
@@ -176,6 +177,7 @@ class App:
                     # What the file says now is in force, also for what was open before.
                     self.gateway.registry.replace_all(self._sessions)
             inheritance.close_rest()
+            Unfinished(config.audit.dir).settle(self.gateway.audit, taken_up=record is not None)
             if contract_socket is not None:
                 adviser = Adviser(services, self._registries)
                 contract = ContractServer(self.gateway, epoch, adviser.answer)
@@ -230,7 +232,7 @@ class App:
             # New connections are served meanwhile, except for what could not go on elsewhere.
             listener.leave()
             await self._drain(services, seconds, wait_for_movable=False)
-            if leave_with_manager(parking, self._own_listeners):
+            if leave_with_manager(parking, self._own_listeners, Unfinished(self._config.audit.dir)):
                 return
         listener.stop()
         await self._drain(services, seconds, wait_for_movable=True)

@@ -15,6 +15,7 @@ from gateway.core.parked import MAX_BYTES, Parked, ParkedError, decode_parked, e
 from gateway.net.parking import Parking
 from gateway.runtime import fdstore
 from gateway.runtime.addresses import TcpAddress, UnixAddress, listen
+from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.succession")
 
@@ -116,7 +117,7 @@ def announce() -> None:
         os.close(sign)
 
 
-def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket]) -> bool:
+def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket], unfinished: Unfinished) -> bool:
     """Park everything in the manager's store; False, and nothing has changed, if the manager does not keep it.
 
     Never waits but for the manager, for at most five seconds; nothing moves meanwhile.
@@ -141,6 +142,7 @@ def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket])
             return False
     finally:
         parcel.close()
+    unfinished.write(record)
     parking.let_go()
     in_pipes, in_record = record.bytes_held
     log.info(

@@ -168,3 +168,16 @@ async def test_a_manager_that_keeps_nothing_gets_a_stop_that_drains(offered: boo
             assert ("keeps no descriptors" in manager.log()) == offered
             assert manager.names == []
             await client.close()
+
+
+async def test_tunnels_that_nobody_takes_up_have_their_last_line_at_the_next_start() -> None:
+    async with stopped() as (gateway, manager, _, client):
+        # As after `systemctl stop`: the manager drops what it held.
+        manager.forget()
+        assert await client.read_to_end() == b""
+        assert [line["event"] for line in gateway.audit("s1")] == ["allow"]
+        await asyncio.to_thread(manager.start)
+        line = await gateway.await_audit("s1", event="close")
+        assert (line["reason"], line["bytes_up"], line["bytes_down"]) == ("shutdown", 1, 1)
+        await asyncio.to_thread(gateway.restart)
+        assert [line["event"] for line in gateway.audit("s1")] == ["allow", "close"]
