@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 
 import control.__main__ as control_main
-from control.db.store import Store, StoredEvent
+from control.db.rows import StoredEvent
+from control.db.store import Store
 from control.docker.service import DockerService
 from control.link import GatewayLink
 from control.sessions import journal, record
