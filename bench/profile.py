@@ -4,6 +4,7 @@ Each profiler that is installed watches one run of its own: perf (samples of C a
 functions), strace -c (counts of system calls; slows the process down a lot, so only the counts mean something).
 """
 
+import re
 import shutil
 import signal
 import subprocess
@@ -105,21 +106,22 @@ def _command(tool: str, pid: int, file: Path) -> Sequence[str]:
 
 def _table(tool: str, file: Path) -> list[str]:
     if tool == _PERF:
-        report = (_PERF, "report", "--input", str(file), "--stdio", "--no-children", "--sort", "dso,symbol", "--percent-limit", "0.5")  # fmt: skip
+        report = (_PERF, "report", "--input", str(file), "--stdio", "--no-children", "--fields", "overhead,dso,symbol", "--percent-limit", "0.5")  # fmt: skip
         text = subprocess.run(report, check=True, capture_output=True, text=True).stdout
         return [line for line in text.splitlines() if line.strip() and not line.startswith("#")]
     if tool == _PY_SPY:
-        return _python_table(file.read_text())
+        return python_table(file.read_text())
     return file.read_text().splitlines()
 
 
-def _python_table(text: str) -> list[str]:
+def python_table(text: str) -> list[str]:
     """Sum up py-spy's raw stacks (`a;b;c 12`): by function, samples in it and in what it calls."""
     own: Counter[str] = Counter()
     whole: Counter[str] = Counter()
     for line in text.splitlines():
         stack, _, count = line.rpartition(" ")
-        functions = [frame.rpartition(":")[0] or frame for frame in stack.split(";")]
+        # `name (file:line)`: lines of one function are one.
+        functions = [re.sub(r":\d+\)$", ")", frame) for frame in stack.split(";")]
         own[functions[-1]] += int(count)
         whole.update(dict.fromkeys(functions, int(count)))
     total = max(1, sum(own.values()))

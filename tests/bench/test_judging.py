@@ -11,6 +11,7 @@ from bench.goals import judge
 from bench.measure import Usage
 from bench.micro_runs import Measured, load, save, slower
 from bench.plots import draw
+from bench.profile import python_table
 from bench.records import Record, Run, summarize
 from bench.report import print_report
 from bench.suites import SUITES
@@ -150,3 +151,11 @@ def test_curves_are_drawn_from_the_suite_of_that_name(tmp_path: Path) -> None:
 
 def test_every_suite_has_its_place_in_readme() -> None:
     assert SUITES.keys() == publish.TITLES.keys() == publish.PLOTS.keys()
+
+
+def test_samples_of_one_function_are_summed_up_over_its_lines() -> None:
+    table = python_table("main (a.py:1);loop (a.py:5) 6\nmain (a.py:1);loop (a.py:7) 2\nmain (a.py:2) 2\n")
+    assert [line.split() for line in table[1:]] == [
+        ["80.0%", "80.0%", "loop", "(a.py)"],
+        ["20.0%", "100.0%", "main", "(a.py)"],
+    ]

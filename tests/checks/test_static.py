@@ -18,7 +18,7 @@ TOOLS = Path(sys.executable).parent
         ("ruff", "check", "--quiet", "."),
         ("ruff", "format", "--quiet", "--diff", "."),
         ("mypy",),
-        ("mypy", "tests/conftest.py", "tests/support", "tests/host", "scripts/demo.py"),
+        ("mypy", "tests/conftest.py", "tests/support", "tests/host", "bench", "tests/bench", "scripts/demo.py"),
     ],
     ids=" ".join,
 )
