@@ -1,7 +1,10 @@
 """`opificia host` and `opificia images`: what works on the engine itself, with control.toml and without the daemon."""
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+import contextlib
+import fcntl
+import os
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final, TypeVar
 
@@ -50,23 +53,43 @@ def _with_engine(path: Path, work: "Callable[[DockerService, ControlConfig], Cor
         fail(str(error))
 
 
-def _say(changes: Sequence[str], json: bool) -> None:
+@contextlib.contextmanager
+def _alone(data: Path) -> Iterator[None]:
+    """Wait until nobody else changes this host: a timer, a playbook and an operator may want to in the same moment."""
+    fd = os.open(data, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def _say(changes: Sequence[str], json: bool, quiet: bool = False) -> None:
     if json:
         as_json({"changed": bool(changes), "changes": changes})
         return
     for change in changes:
         print(change)
-    if not changes:
+    if not changes and not quiet:
         print("nothing to change")
 
 
 @host.command("prepare")
-def prepare(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
+def prepare(
+    config: Config = DEFAULT_CONFIG,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Say nothing when there is nothing to change.")] = False,
+    json: Json = False,
+) -> None:
     """Make network, firewall rules, forwarder and helpers where they are missing or differ; say what changed.
 
     Example: opificia host prepare --json
     """
-    _say(_with_engine(config, lambda engine, settings: engine.prepare_host(settings.host_plan)), json)
+
+    async def work(engine: "DockerService", settings: "ControlConfig") -> list[str]:
+        with _alone(settings.data):
+            return await engine.prepare_host(settings.host_plan)
+
+    _say(_with_engine(config, work), json, quiet)
 
 
 @host.command("verify")
@@ -92,7 +115,12 @@ def remove(config: Config = DEFAULT_CONFIG, json: Json = False) -> None:
 
     Example: opificia host remove
     """
-    _say(_with_engine(config, lambda engine, settings: engine.remove_host(settings.host_plan)), json)
+
+    async def work(engine: "DockerService", settings: "ControlConfig") -> list[str]:
+        with _alone(settings.data):
+            return await engine.remove_host(settings.host_plan)
+
+    _say(_with_engine(config, work), json)
 
 
 @images.command("build")

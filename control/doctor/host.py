@@ -20,7 +20,7 @@ from control import VERSION
 from control.api.types import Health
 from control.doctor.findings import Finding
 
-UNITS: Final = ("opificia-gateway.service", "opificia-control.service", "opificia-firewall.service", "docker.service")
+UNITS: Final = ("opificia-gateway.service", "opificia-control.service", "opificia-firewall.timer", "docker.service")
 # /out of a dozen sessions; below it new ones fail in the middle of their work.
 MIN_FREE_BYTES: Final = 10 * 1024**3
 _PROC: Final = Path("/proc")

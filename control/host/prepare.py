@@ -50,8 +50,10 @@ class Host:
         """Make what is missing or differs, and return one sentence for each change. Raises EngineError.
 
         What cannot be made is found before anything is: images, the door, a subnet that is taken. The rules come before
-        the network that they close.
+        the network that they close. Where all is as planned, nothing is started only to look.
         """
+        if not await self.verify(plan):
+            return []
         containers = await self._containers(plan)
         if problems := await self._route_problems(plan, containers.preflight):
             raise EngineError(f"This host cannot have the sandbox network: {'; '.join(problems)}.")

@@ -33,7 +33,6 @@ _PACKAGES: Final = (
     "postgresql",
     "procps",
     "python3",
-    "python3-venv",
     "sudo",
     "systemd",
     "systemd-sysv",
@@ -169,7 +168,7 @@ class Machine:
         )
 
     def await_unit(self, unit: str, *, not_pid: str = "") -> str:
-        """Wait until a service is active, with another main process than `not_pid`; return its process id."""
+        """Wait until a unit is active, with another main process than `not_pid`; return its process id, if it has one."""
 
         def state() -> list[str]:
             return self.run("systemctl", "show", "--property=ActiveState,MainPID", "--value", unit).split()
@@ -178,7 +177,7 @@ class Machine:
             return "active" in state() and not_pid not in state()
 
         wait_until(is_up, f"{unit} on the machine", timeout_s=60)
-        return next(word for word in state() if word.isdigit())
+        return next((word for word in state() if word.isdigit()), "")
 
     def _await_boot(self) -> None:
         def has_booted() -> bool:

@@ -1,5 +1,8 @@
 """The daemons as they run in production: unprivileged, apart, and each able to go away and come back."""
 
+import fcntl
+import os
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -10,6 +13,7 @@ from tests.support import identities
 from tests.support.daemon import Daemon
 from tests.support.engine import PrivateEngine
 from tests.support.host import PrivateHost
+from tests.support.processes import wait_until
 from tests.support.sandbox import IMAGE
 
 
@@ -59,6 +63,25 @@ def test_the_forwarder_is_a_member_of_the_internal_network_and_of_nothing_else(
 
 def test_preparing_a_prepared_host_changes_nothing(host: PrivateHost) -> None:
     assert host.prepare() == []
+
+
+def test_two_who_prepare_a_host_wait_for_each_other(host: PrivateHost) -> None:
+    held = os.open(host.root / "var/lib/opificia", os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    config = ("--config", str(host._settings("control")))
+    with ThreadPoolExecutor(1) as pool:
+        second = pool.submit(host.cli, "host", "prepare", "--quiet", *config)
+        try:
+            # Where a process waits for a lock stands in /proc/locks, marked by an arrow.
+            inode = f":{os.fstat(held).st_ino} "
+            wait_until(
+                lambda: any("->" in line and inode in line for line in Path("/proc/locks").read_text().splitlines()),
+                "the second to wait",
+                give_up=lambda: "it did not wait" if second.done() else None,
+            )
+        finally:
+            os.close(held)
+        assert second.result().stdout == ""
 
 
 def test_a_sandbox_outlives_a_crash_of_either_daemon(host: PrivateHost) -> None:

@@ -5,9 +5,6 @@ What a step took is printed at the end.
 """
 
 import json
-import os
-import re
-import shutil
 import subprocess
 import sys
 import time
@@ -18,23 +15,25 @@ from typing import Final
 
 import pytest
 
+from control.plan.network import NetworkSettings
 from tests.host.deploy_machine import Machine, MachineError, machine, missing_programs
+from tests.host.deploy_paths import SERVE, ways_of_packets
+from tests.host.deploy_site import BIN, IMAGE, INDEX, KEY, PORT, Site
 from tests.support.engine import PrivateEngine
-from tests.support.paths import CHECKOUT
+from tests.support.hostside import listening
 from tests.support.processes import spawn, stop, wait_until
+from tests.support.programs import RESOLVE
 
-_BIN: Final = Path(sys.executable).parent
-_PORT: Final = 8080
-_INDEX: Final = f"{Machine.outside}:{_PORT}"
-_IMAGE: Final = "opificia-sandbox:latest"
 _NEXT: Final = "0.1.0.post1"
-_KEY: Final = "sk-test-of-a-deployment"
 _DAEMONS: Final = ("opificia-gateway", "opificia-control")
-_NEEDED: Final = ("mmdebstrap", "docker", "ssh", "ssh-keygen", str(_BIN / "ansible-playbook"))
+_RELEASES: Final = "/opt/opificia/releases"
+_IMAGES: Final = "/opt/opificia/images"
+_NEEDED: Final = ("mmdebstrap", "docker", "ssh", "ssh-keygen", str(BIN / "ansible-playbook"))
 
 pytestmark = [
     pytest.mark.deploy,
-    pytest.mark.timeout(600),
+    # Minutes when the machine does much besides.
+    pytest.mark.timeout(1800),
     pytest.mark.skipif(
         bool(missing_programs(_NEEDED)), reason=f"not installed: {', '.join(missing_programs(_NEEDED))}"
     ),
@@ -61,154 +60,6 @@ while not os.path.exists("/work/enough"):
 print(answers, flush=True)
 """
 
-# What a sandbox finds at addresses, over TCP, UDP and the resolver.
-_LOOK_AROUND: Final = """
-import socket, sys
-for what in sys.argv[1:]:
-    kind, _, rest = what.partition(" ")
-    try:
-        if kind == "name":
-            found = socket.gethostbyname(rest)
-        else:
-            host, port = rest.rsplit(" ", 1)
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            with socket.socket(family, socket.SOCK_STREAM if kind == "tcp" else socket.SOCK_DGRAM) as s:
-                s.settimeout(1)
-                s.connect((host, int(port)))
-                if kind == "udp":
-                    s.send(b"?")
-                    found = s.recv(100)
-        print("open", what, flush=True)
-    except OSError as error:
-        print("closed", what, flush=True)
-"""
-
-
-class Site:
-    """The controller: an inventory for one machine, releases, and the plays."""
-
-    def __init__(self, target: Machine, scratch: Path) -> None:
-        self.machine: Final = target
-        self.broken = False
-        self._scratch = scratch
-        self._bundles = scratch / "dist"
-        inventory = {
-            "sandbox_hosts": {
-                "hosts": {
-                    target.name: {
-                        "ansible_host": target.address,
-                        "ansible_user": "root",
-                        "ansible_ssh_private_key_file": str(target.key),
-                        "ansible_ssh_common_args": f"-o StrictHostKeyChecking=no -o BatchMode=yes "
-                        f"-o UserKnownHostsFile={scratch}/known_hosts",
-                    }
-                },
-                "vars": {
-                    "opificia_bundles": str(self._bundles),
-                    "control_operators": ["alice"],
-                    "verify_connect": _INDEX,
-                    # Nothing leads out of this network, and its clock is the machine's that runs the tests.
-                    "verify_tolerated": ["a package registry is reached", "the model API is reached", "clock"],
-                    "gateway_model_api_key": _KEY,
-                    "gateway_settings": {
-                        "egress.trusted": [
-                            {"hosts": [target.outside], "ports": [_PORT], "network": f"{target.outside}/32"}
-                        ]
-                    },
-                },
-            }
-        }
-        (scratch / "inventory.json").write_text(json.dumps(inventory))
-
-    def bundle(self, version: str = "") -> None:
-        """Make a release of this checkout, under another version if one is given."""
-        root = CHECKOUT
-        if version:
-            root = self._scratch / "next"
-            for folder in ("gateway", "control", "systemd", "ansible"):
-                shutil.copytree(CHECKOUT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
-            shutil.copy(CHECKOUT / "README.md", root)
-            project = (CHECKOUT / "pyproject.toml").read_text()
-            (root / "pyproject.toml").write_text(
-                re.sub(r'(?m)^version = ".*"$', f'version = "{version}"', project, count=1)
-            )
-        subprocess.run([root / "ansible/bundle", self._bundles], check=True, stdout=subprocess.DEVNULL)
-
-    def play(self, playbook: str, *arguments: str, thorough: bool = False) -> dict[str, int]:
-        """Run a playbook; return the recap's numbers. `thorough`: with every check there is. Raises AssertionError with what it said."""
-        command = [str(_BIN / "ansible-playbook"), f"--inventory={self._scratch}/inventory.json", *arguments]
-        if not thorough:
-            command += ["--extra-vars", '{"verify_doctor": false}']
-        done = subprocess.run(
-            self.machine.engine.in_network([*command, str(CHECKOUT / "ansible" / playbook)]),
-            env={
-                **os.environ,
-                "ANSIBLE_CONFIG": str(CHECKOUT / "ansible/ansible.cfg"),
-                "ANSIBLE_HOME": str(self._scratch / "ansible"),
-                # Connections are kept by address, which another run's machine has as well, in a network of its own.
-                "ANSIBLE_SSH_CONTROL_PATH_DIR": str(self._scratch / "cp"),
-                "ANSIBLE_NOCOLOR": "1",
-                "LC_ALL": "C.UTF-8",
-            },
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=500,
-        )
-        assert done.returncode == 0, done.stdout[-6000:]
-        assert _KEY not in done.stdout
-        recap = done.stdout.rpartition("PLAY RECAP")[2]
-        return {name: int(number) for name, number in re.findall(r"(\w+)=(\d+)", recap)}
-
-    def in_order(self) -> bool:
-        """Tell whether control finds everything in order: engine, host, gateway, database."""
-        try:
-            health = self.machine.run("opificia", "control", "status")
-        except MachineError:
-            return False
-        return bool(json.loads(health)["status"] == "ok")
-
-    def version(self) -> str:
-        """Return the release that the machine runs."""
-        return Path(self.machine.run("readlink", "-f", "/opt/opificia/current")).name
-
-    def opificia(self, *arguments: str, user: str = "alice") -> str:
-        """Run `opificia` on the machine as an operator, who is not root and not in Docker's group."""
-        return self.machine.run("runuser", f"--user={user}", "--", "opificia", *arguments)
-
-    def sessions(self) -> dict[str, str]:
-        """Return the state of every session."""
-        page = json.loads(self.opificia("sessions", "--json"))
-        return {session["id"]: session["state"] for session in page["sessions"]}
-
-    def in_sandbox(self, session: str, *argv: str) -> str:
-        """Run a command in a running session."""
-        return self.opificia("exec", session, "--", *argv)
-
-    def start_session(self, name: str, *command: str) -> "subprocess.Popen[str]":
-        """Start a session that may reach the index, and wait until its command runs."""
-        arguments = ("--network=open", f"--allow={_INDEX}", f"--name={name}", "--quiet")
-        process = self.machine.spawn(
-            *("runuser", "--user=alice", "--", "opificia", "run", _IMAGE, *arguments, "--"), *command
-        )
-        wait_until(
-            lambda: self.sessions().get(name) == "running",
-            f"session {name}",
-            timeout_s=60,
-            give_up=lambda: None if process.poll() is None else process.communicate()[0],
-        )
-        return process
-
-    def answers(self, name: str, session: "subprocess.Popen[str]") -> list[str]:
-        """End a session that keeps connecting; return the different answers that it got, from the session's own log."""
-        self.in_sandbox(name, "touch", "/work/enough")
-        wait_until(lambda: self.sessions()[name] == "exited", f"end of session {name}", timeout_s=60)
-        session.communicate(timeout=60)
-        logged = self.opificia("logs", name)
-        return re.findall(r"'([^']*)': \d+", logged)
-
-
 _steps: list[tuple[str, float]] = []
 
 
@@ -230,7 +81,7 @@ def site(engine: PrivateEngine, scratch: Path, request: pytest.FixtureRequest) -
                     sys.executable,
                     "-m",
                     "http.server",
-                    str(_PORT),
+                    str(PORT),
                     "--bind",
                     target.outside,
                     "--directory",
@@ -310,12 +161,12 @@ def test_a_check_tells_what_would_be_done_and_does_nothing(site: Site) -> None:
 
 
 def test_a_bare_server_becomes_a_sandbox_host(site: Site) -> None:
-    site.play("site.yml", thorough=True)
+    site.play("site.yml", verify_doctor=True)
     assert site.version() == "0.1.0"
     assert site.machine.run("cat", "/proc/sys/fs/pipe-user-pages-soft") == "131072"
     # Only the manager hands it out, and only to the gateway.
     assert site.machine.run("stat", "--format=%a %U", "/etc/credstore/opificia-model-api-key") == "600 root"
-    assert _KEY not in site.machine.run("cat", "/etc/opificia/gateway.toml", "/etc/opificia/control.toml")
+    assert KEY not in site.machine.run("cat", "/etc/opificia/gateway.toml", "/etc/opificia/control.toml")
 
 
 def test_a_second_run_changes_nothing(site: Site) -> None:
@@ -323,13 +174,25 @@ def test_a_second_run_changes_nothing(site: Site) -> None:
     assert (recap["changed"], recap["failed"]) == (0, 0)
 
 
+def test_hosts_come_one_after_the_other_and_none_after_one_that_fails(site: Site) -> None:
+    before = site.machine.run("cat", "/etc/opificia/gateway.toml")
+    broken = {"listen": {"sandbox": "nonsense"}}
+    done = site.attempt("site.yml", "--tags=gateway", variables={"gateway_settings": broken}, inventory="pair")
+    assert done.returncode != 0
+    # The program itself found it, before the file was put in place.
+    assert "listen.sandbox" in done.stdout
+    assert "first " in done.stdout.rpartition("PLAY RECAP")[2]
+    assert "second" not in done.stdout
+    assert site.machine.run("cat", "/etc/opificia/gateway.toml") == before
+
+
 def test_an_operator_runs_pip_in_a_sandbox_and_gets_the_results(site: Site) -> None:
     command = (
-        f"pip install --quiet --target /work/lib --index-url http://{_INDEX}/simple --trusted-host {Machine.outside} greeting"
+        f"pip install --quiet --target /work/lib --index-url http://{INDEX}/simple --trusted-host {Machine.outside} greeting"
         " && PYTHONPATH=/work/lib python3 -c 'import greeting; print(greeting.TEXT)' | tee /out/said"
     )
-    arguments = ("--network=open", f"--allow={_INDEX}", "--quiet", "--name=pip", "--out=/home/alice/results")
-    assert "hello from the index" in site.opificia("run", _IMAGE, *arguments, "--", "sh", "-c", command)
+    arguments = ("--network=open", f"--allow={INDEX}", "--quiet", "--name=pip", "--out=/home/alice/results")
+    assert "hello from the index" in site.opificia("run", IMAGE, *arguments, "--", "sh", "-c", command)
     assert site.machine.run("cat", "/home/alice/results/said") == "hello from the index"
     events = [json.loads(line) for line in site.opificia("egress", "pip", "--json").splitlines()]
     assert {(event["event"], event["host"]) for event in events} >= {
@@ -338,53 +201,66 @@ def test_an_operator_runs_pip_in_a_sandbox_and_gets_the_results(site: Site) -> N
     }
 
 
-def test_a_sandbox_reaches_the_forwarder_and_nothing_else(site: Site) -> None:
-    target = site.machine
-    first, second = (site.start_session(name, "sleep", "600") for name in ("looker", "sibling"))
+def test_every_way_of_a_packet_is_open_without_its_rule_and_closed_by_it(site: Site) -> None:
+    looker = site.start_session("looker", "sleep", "600")
+    sibling = site.start_session("sibling", "python3", "-c", SERVE)
     try:
-        own = set(target.run("sh", "-c", "ip -4 -brief address | awk '{print $3}' | cut -d/ -f1").split()) - {
-            "127.0.0.1"
-        }
-        sibling = json.loads(
-            target.run("sh", "-c", "docker inspect $(docker ps -q --filter label=opificia.session=sibling)")
-        )[0]["NetworkSettings"]["Networks"]["opificia-sandbox"]["IPAddress"]
-        # sshd listens on every address of the host, also on those of bridges.
-        closed = [f"tcp {address} 22" for address in sorted(own | {"10.231.0.1", "172.17.0.1"})]
-        closed += [
-            f"tcp {sibling} 22",
-            f"tcp {Machine.outside} {_PORT}",
-            "tcp 169.254.169.254 80",
-            "tcp fe80::1%eth0 22",
-        ]
-        closed += [f"udp {Machine.outside} 53", "udp 127.0.0.11 53", "name example.com", "name localhost.example.com"]
-        said = site.in_sandbox("looker", "python3", "-c", _LOOK_AROUND, "tcp opificia-gateway 8900", *closed)
-        assert said.splitlines() == ["open tcp opificia-gateway 8900", *(f"closed {what}" for what in closed)]
+        with ways_of_packets(site, "looker", "sibling") as ways:
+            ways.assert_only_the_door_is_open()
+            ways.assert_each_is_open_without_its_rules()
+            ways.assert_only_the_door_is_open()
+            with ways.without_bridge_netfilter():
+                ways.assert_only_the_door_is_open()
+        _names_do_not_leave(site, "looker")
     finally:
         for name in ("looker", "sibling"):
             site.opificia("stop", name)
-        first.communicate()
-        second.communicate()
+        looker.communicate()
+        sibling.communicate()
 
 
-def test_a_missing_rule_forbids_launches_until_it_is_back(site: Site) -> None:
+def _names_do_not_leave(site: Site, session: str) -> None:
+    """The engine's own resolver leads out of a plain container on the same network, and not out of a sandbox."""
+    network = f"--network={NetworkSettings().name}"
+    with listening(site.machine.engine, "dns", 53) as queries:
+        site.machine.run("docker", "run", "--rm", network, IMAGE, "python3", "-c", RESOLVE, "plain.example")
+        before = queries.read_text()
+        assert "plain.example" in before
+        assert "unresolved" in site.in_sandbox(session, "python3", "-c", RESOLVE, "sandboxed.example")
+        assert queries.read_text() == before
+
+
+def test_flushed_rules_forbid_launches_and_come_back_by_themselves(site: Site) -> None:
     target = site.machine
-    target.run("nft", "delete", "table", "bridge", "opificia0")
+    # A site's difference is a drop-in: here a shorter wait.
+    target.run("mkdir", "-p", "/run/systemd/system/opificia-firewall.timer.d")
+    shorter = "[Timer]\nOnActiveSec=\nOnActiveSec=1s\nOnUnitInactiveSec=\nOnUnitInactiveSec=5s\n"
+    target.run("sh", "-c", "cat > /run/systemd/system/opificia-firewall.timer.d/test.conf", stdin=shorter)
+    target.run("systemctl", "daemon-reload")
+    # Held while it is looked at what control makes of it.
+    target.run("systemctl", "stop", "opificia-firewall.timer", "opificia-firewall.service")
+    for family in ("inet", "bridge"):
+        target.run("nft", "delete", "table", family, "opificia0")
     wait_until(lambda: not site.in_order(), "what control finds", timeout_s=20)
     with pytest.raises(MachineError, match="host prepare"):
-        site.opificia("run", _IMAGE, "--", "true")
-    target.run("systemctl", "restart", "opificia-firewall")
-    wait_until(site.in_order, "a host in order", timeout_s=20)
-    site.opificia("run", _IMAGE, "--", "true")
+        site.opificia("run", IMAGE, "--", "true")
+    target.run("systemctl", "start", "opificia-firewall.timer")
+    wait_until(site.in_order, "a host in order", timeout_s=60)
+    site.opificia("run", IMAGE, "--", "true")
+    target.run("rm", "-r", "/run/systemd/system/opificia-firewall.timer.d")
+    target.run("systemctl", "daemon-reload")
+    assert "loaded the firewall rules" in target.run("journalctl", "--unit=opificia-firewall", "--no-pager")
 
 
-def test_no_connection_fails_while_the_gateway_restarts_and_sessions_outlive_every_daemon(site: Site) -> None:
+def test_no_connection_fails_while_units_restart_and_sessions_outlive_every_daemon(site: Site) -> None:
     target = site.machine
-    session = site.start_session("steady", "python3", "-c", _KEEP_CONNECTING, _INDEX)
+    session = site.start_session("steady", "python3", "-c", _KEEP_CONNECTING, INDEX)
     for unit in _DAEMONS:
         before = target.await_unit(unit)
         target.run("systemctl", "restart", unit)
         target.await_unit(unit, not_pid=before)
         wait_until(site.in_order, f"a host in order after {unit}", timeout_s=30)
+    target.run("systemctl", "restart", "opificia-firewall.service", "opificia-firewall.timer")
     assert site.answers("steady", session) == ["HTTP/1.1 200"]
 
 
@@ -410,7 +286,8 @@ def test_a_restart_of_docker_leaves_the_host_closed_and_ready(site: Site) -> Non
         lambda: site.sessions()["cut"] in ("failed", "exited", "stopped"), "the end of the cut session", timeout_s=60
     )
     session.communicate()
-    site.play("site.yml", "--tags=verify")
+    target.await_unit("opificia-firewall.timer")
+    site.prove()
 
 
 def test_a_reboot_brings_everything_back(site: Site) -> None:
@@ -418,22 +295,59 @@ def test_a_reboot_brings_everything_back(site: Site) -> None:
     target.reboot()
     wait_until(site.in_order, "a host in order", timeout_s=90)
     assert target.run("systemctl", "list-units", "--failed", "--no-legend", "opificia*") == ""
-    site.play("site.yml", "--tags=verify")
+    target.await_unit("opificia-firewall.timer")
+    site.prove()
+
+
+def test_an_external_database_is_used_by_its_url_alone(site: Site) -> None:
+    target = site.machine
+    password = "not-to-be-shown"
+    target.run("pg_createcluster", "15", "second", "--port=5433", "--start")
+    try:
+        for statement in (f"CREATE ROLE remote LOGIN PASSWORD '{password}'", "CREATE DATABASE remote OWNER remote"):
+            target.run("runuser", "--user=postgres", "--", "psql", "--port=5433", "--quiet", f"--command={statement}")
+        url = f"postgresql://remote:{password}@127.0.0.1:5433/remote"
+        external = {"opificia_database_url": url}
+        told = site.attempt("site.yml", "--check", "--diff", "--tags=postgres,control", variables=external)
+        assert told.returncode == 0, told.stdout
+        assert password not in told.stdout
+        done = site.attempt("site.yml", "--diff", "--tags=postgres,control,verify", variables=external)
+        assert done.returncode == 0, done.stdout
+        assert password not in done.stdout
+        assert target.run("stat", "--format=%a %U %G", "/etc/opificia/control.toml") == "640 root opificia-control"
+        site.opificia("run", IMAGE, "--name=elsewhere", "--", "true")
+        count = "SELECT count(*) FROM sessions WHERE id = 'elsewhere'"
+        assert target.run("psql", "--tuples-only", "--no-align", f"--command={count}", url) == "1"
+        # The way back is the inventory as it was.
+        site.play("site.yml", "--tags=control")
+        assert "elsewhere" not in site.sessions()
+        assert "pip" in site.sessions()
+    finally:
+        target.run("pg_dropcluster", "--stop", "15", "second")
 
 
 def test_an_upgrade_cuts_no_session_and_goes_back_again(site: Site) -> None:
+    target = site.machine
+    # What earlier upgrades left: more releases than are kept, and the images of one that goes.
+    for old in ("0.0.1", "0.0.2", "0.0.3"):
+        target.run("sh", "-c", f"mkdir {_RELEASES}/{old} && touch -d 2020-01-0{old[-1]} {_RELEASES}/{old}")
+    target.run("sh", "-c", f"touch {_IMAGES}/sandbox-0123456789abcdef.tar")
+    images = set(target.run("ls", _IMAGES).split()) - {"sandbox-0123456789abcdef.tar"}
     site.bundle(_NEXT)
-    session = site.start_session("upgraded", "python3", "-c", _KEEP_CONNECTING, _INDEX)
-    site.play("site.yml", "--extra-vars", f"opificia_version={_NEXT}")
+    session = site.start_session("upgraded", "python3", "-c", _KEEP_CONNECTING, INDEX)
+    site.play("site.yml", opificia_version=_NEXT)
     assert site.version() == _NEXT
     assert site.in_sandbox("upgraded", "echo", "alive") == "alive"
-    site.play("site.yml", "--extra-vars", "opificia_version=0.1.0")
+    assert set(target.run("ls", _RELEASES).split()) == {"0.0.3", "0.1.0", _NEXT}
+    assert set(target.run("ls", _IMAGES).split()) == images
+    site.play("site.yml", opificia_version="0.1.0")
     assert site.version() == "0.1.0"
+    target.await_unit("opificia-firewall.timer")
     assert site.answers("upgraded", session) == ["HTTP/1.1 200"]
 
 
 def test_uninstalling_leaves_the_machine_as_it_was(site: Site) -> None:
-    site.play("uninstall.yml", "--extra-vars", "opificia_remove_data=true")
+    site.play("uninstall.yml", opificia_remove_data=True)
     after = _traces(site.machine)
     # The operator's account is not ours, and stays.
     assert after == _before

@@ -3,6 +3,7 @@
 A path that is closed proves nothing unless somebody listens at its end, and unless it was open without its rule.
 
     python -m tests.support.hostside tcp 8000       answers every connection with GREETING
+    python -m tests.support.hostside udp 8000       the same for packets
     python -m tests.support.hostside dns 53         answers every name, prints each query
 """
 
@@ -11,7 +12,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -51,14 +52,23 @@ def listening(engine: PrivateEngine, kind: str, port: int) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def without_rules(engine: PrivateEngine, network: NetworkSettings, names: Sequence[str]) -> Iterator[None]:
-    """Take the named firewall rules away, and put all back in place."""
+    """Take the named firewall rules of a private engine away, and put all back in place."""
+    with rules_without(lambda command: _load(engine, command), network, names):
+        yield
+
+
+@contextlib.contextmanager
+def rules_without(
+    load: Callable[[list[str]], object], network: NetworkSettings, names: Sequence[str]
+) -> Iterator[None]:
+    """Take the named rules away by `load`, which runs a command on the host, and put all back in place."""
     chosen = rules(network)
     assert set(names) <= chosen.keys(), f"no such rules: {set(names) - chosen.keys()}"
-    _load(engine, load_command(network, {name: rule for name, rule in chosen.items() if name not in names}))
+    load(load_command(network, {name: rule for name, rule in chosen.items() if name not in names}))
     try:
         yield
     finally:
-        _load(engine, load_command(network, chosen))
+        load(load_command(network, chosen))
 
 
 @contextlib.contextmanager
@@ -98,6 +108,20 @@ async def _tcp(port: int) -> None:
         await asyncio.Event().wait()
 
 
+async def _udp(port: int) -> None:
+    class Greet(asyncio.DatagramProtocol):
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            assert isinstance(transport, asyncio.DatagramTransport)
+            self.transport = transport
+
+        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
+            self.transport.sendto(GREETING.encode(), addr)
+
+    await asyncio.get_running_loop().create_datagram_endpoint(Greet, local_addr=("0.0.0.0", port))
+    print("ready", flush=True)
+    await asyncio.Event().wait()
+
+
 async def _dns(port: int) -> None:
     async with DnsServer(port=port, otherwise=Records((_ANSWER,))) as server:
         print("ready", flush=True)
@@ -106,4 +130,4 @@ async def _dns(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"tcp": _tcp, "dns": _dns}[sys.argv[1]](int(sys.argv[2])))
+    asyncio.run({"tcp": _tcp, "udp": _udp, "dns": _dns}[sys.argv[1]](int(sys.argv[2])))
