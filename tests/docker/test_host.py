@@ -52,10 +52,10 @@ async def test_a_prepared_host_has_no_problem_and_needs_no_change(
     service: DockerService, plan: HostPlan, client: docker.DockerClient
 ) -> None:
     assert await service.verify_host(plan) == []
-    before = int(time.time())
+    before = time.time()
     assert await service.prepare_host(plan) == []
     # A timer does this all day: nothing is made only to look.
-    made = client.events(since=before, until=int(time.time()) + 1, filters={"event": "create"}, decode=True)
+    made = client.events(since=before, until=time.time() + 1, filters={"event": "create"}, decode=True)
     assert list(made) == []
 
 
