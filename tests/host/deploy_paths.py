@@ -65,7 +65,7 @@ iptables --insert FORWARD --jump ACCEPT
 iptables --table nat --insert POSTROUTING --source {_SETTINGS.network} ! --out-interface {_SETTINGS.bridge} --jump MASQUERADE
 for pid; do
     nsenter --net --target "$pid" sysctl --quiet --write net.ipv6.conf.eth0.disable_ipv6=0
-    nsenter --net --target "$pid" ip route add default via {_SETTINGS.bridge_address}
+    nsenter --net --target "$pid" ip route replace default via {_SETTINGS.bridge_address}
 done
 """
 _CLOSE: Final = f"""
