@@ -69,12 +69,11 @@ def test_a_made_up_name_does_not_leave_by_the_engines_dns(
 
 
 def test_the_operators_key_is_nowhere_in_the_sandbox(agent: Sandbox, model: Model) -> None:
-    planted = model.key[:4] + secrets.token_urlsafe(24)
+    planted = model.key[:4] + secrets.token_urlsafe(len(model.key))[: len(model.key) - 4]
     agent.run("sh", "-c", "cat > /work/planted", stdin=f"x={planted}\n")
-    assert agent.search(planted)[1] == ["/work/planted"]
-    agent.run("rm", "/work/planted")
-    read, places = agent.search(model.key)
-    assert places == []
+    read, (planted_in, key_in) = agent.search(planted, model.key)
+    assert planted_in == ["/work/planted"]
+    assert key_in == []
     assert read > 1_000
 
 

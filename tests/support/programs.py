@@ -16,11 +16,11 @@ with anthropic.Anthropic().messages.stream(
 print(len(pieces), usage.output_tokens, "".join(pieces))
 """
 
-# Looks for a secret without being told it: wherever its prefix stands, the bytes that follow are hashed. Arguments:
-# prefix, length, SHA-256. Prints how many files it read, and those that hold it.
+# Looks for secrets without being told them: wherever their prefix stands, the bytes that follow are hashed. Arguments:
+# their common prefix and length, the SHA-256 of each. Prints how many files it read, and for those that hold one which.
 SEARCH: Final = """
 import glob, hashlib, os, sys
-prefix, length, digest = sys.argv[1].encode(), int(sys.argv[2]), sys.argv[3]
+prefix, length, digests = sys.argv[1].encode(), int(sys.argv[2]), sys.argv[3:]
 files = glob.glob("/proc/[0-9]*/environ") + glob.glob("/proc/[0-9]*/cmdline") + glob.glob("/proc/[0-9]*/mountinfo")
 for folder, folders, names in os.walk("/"):
     if folder in ("/proc", "/sys", "/dev"):
@@ -37,22 +37,24 @@ for name in files:
     except OSError:
         continue
     read += 1
+    here = set()
     at = data.find(prefix)
     while at >= 0:
-        if hashlib.sha256(data[at : at + length]).hexdigest() == digest:
-            found.append(name)
-            break
+        here.add(hashlib.sha256(data[at : at + length]).hexdigest())
         at = data.find(prefix, at + 1)
+    found += [f"{digests.index(digest)} {name}" for digest in here.intersection(digests)]
 print(read, *found, sep="\\n")
 """
 
-# Connects to PORT of an address.
+# Connects to PORT of an address, for at most some seconds. Prints how many it took, and the answer.
 CONNECT: Final = f"""
-import socket, sys
+import socket, sys, time
+begun = time.monotonic()
 try:
-    with socket.create_connection((sys.argv[1], {PORT}), timeout=2) as s:
+    with socket.create_connection((sys.argv[1], {PORT}), timeout=float(sys.argv[2])) as s:
         s.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
-        print(s.makefile().read())
+        answer = s.makefile().read()
+        print(time.monotonic() - begun, answer)
 except OSError as error:
     print("closed:", error)
 """

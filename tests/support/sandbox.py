@@ -127,21 +127,29 @@ class Sandbox:
         """Run a Python program in the sandbox."""
         return self.run("python3", "-c", source, *argv, stdin=stdin, timeout_s=timeout_s)
 
-    def reaches(self, address: str) -> bool:
-        """Tell whether somebody answers at PORT of an address."""
-        return GREETING in self.python(CONNECT, address).stdout
+    def reaches(self, address: str, timeout_s: float = 2.0) -> float | None:
+        """Return in how many seconds somebody answers at PORT of an address; None if nobody does in time."""
+        seconds, _, answer = self.python(CONNECT, address, str(timeout_s)).stdout.partition(" ")
+        return float(seconds) if GREETING in answer else None
 
     def resolves(self, name: str) -> bool:
         """Tell whether a name has an address here."""
         return self.python(RESOLVE, name).stdout.startswith("resolved")
 
-    def search(self, secret: str) -> tuple[int, list[str]]:
-        """Look for a secret in all files, environments and command lines; return how many were read, and where it is."""
-        digest = hashlib.sha256(secret.encode()).hexdigest()
-        done = self.python(SEARCH, secret[:4], str(len(secret)), digest, timeout_s=120)
+    def search(self, *secrets: str) -> tuple[int, list[list[str]]]:
+        """Look for secrets of one length and prefix in all files, environments and command lines.
+
+        Returns how many were read, and where each secret is.
+        """
+        digests = [hashlib.sha256(secret.encode()).hexdigest() for secret in secrets]
+        done = self.python(SEARCH, secrets[0][:4], str(len(secrets[0])), *digests, timeout_s=120)
         if done.code:
             raise SandboxError(f"the search failed: {done.output}")
-        count, *places = done.stdout.splitlines()
+        count, *found = done.stdout.splitlines()
+        places: list[list[str]] = [[] for _ in secrets]
+        for line in found:
+            index, _, name = line.partition(" ")
+            places[int(index)].append(name)
         return int(count), places
 
     def decision(self, host: str, event: str = "") -> dict[str, Any]:
