@@ -5,8 +5,9 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from gateway.config import GatewayConfig, SessionsFile
+from gateway.config import GatewayConfig, SessionsFile, load_config, load_sessions
 from gateway.runtime.settings import SettingsError, load, parse
+from tests.support.paths import CHECKOUT
 
 BAD_GATEWAY = """\
 [listen]
@@ -121,3 +122,13 @@ def test_a_file_that_is_missing_or_not_text_is_one_problem(tmp_path: Path) -> No
     (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
     with pytest.raises(SettingsError, match="is not UTF-8: byte 0"):
         load(tmp_path / "bytes.toml", GatewayConfig)
+
+
+def test_the_files_that_the_documentation_shows_can_be_used(tmp_path: Path) -> None:
+    text = (CHECKOUT / "docs/configuration.md").read_text()
+    for name in ("gateway", "sessions"):
+        example = text.split(f"## {name}.toml")[1].split("```toml\n")[1].split("```")[0]
+        (tmp_path / f"{name}.toml").write_text(example)
+    assert load_config(tmp_path / "gateway.toml").sessions.file == "sessions.toml"
+    (session,) = load_sessions(tmp_path / "sessions.toml")
+    assert session.model_budget.requests_per_minute == 60
