@@ -225,12 +225,18 @@ class Registry:
     def _release_address(self, session: Session) -> None:
         if session.address is not None:
             del self._holders[session.address]
+            session.address = None
 
     def replace_all(self, grants: Iterable[Grant]) -> tuple[str, ...]:
         """Put the whole picture in force: sessions that are not in it are revoked. Returns every problem."""
         grants = tuple(grants)
         for session_id in self._sessions.keys() - {grant.session for grant in grants}:
             self.revoke(session_id)
+        for grant in grants:
+            moved = self._sessions.get(grant.session)
+            if moved is not None and moved.grant.address != grant.address:
+                # Its place may be another's in the new picture, and the other may come first.
+                self._release_address(moved)
         problems = []
         for grant in grants:
             bad = self.put(grant)
