@@ -8,6 +8,7 @@ from pathlib import Path
 import uvloop
 
 from gateway.app import App, StartError
+from gateway.beside import SuccessionError
 from gateway.config import load_config, load_sessions
 from gateway.runtime.addresses import ListenError
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
@@ -49,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 
     try:
         uvloop.run(serve())
-    except (StartError, ListenError) as error:
+    except (StartError, ListenError, SuccessionError) as error:
         log.error("%s", error)
         return 1
     return 0

@@ -11,15 +11,17 @@ import socket
 from collections.abc import Awaitable, Callable
 from importlib import resources
 from pathlib import Path
-from typing import Final
 
 from gateway.access import AuditLog
+from gateway.beside import Predecessor, Successor
 from gateway.config import GatewayConfig, load_sessions, nameserver
 from gateway.context import Gateway
 from gateway.core.decide import HostFacts
+from gateway.core.parked import Parked
 from gateway.core.rules import RegistryList, RuleErrors, load_registries
 from gateway.core.verdict import CloseReason
 from gateway.credentials import ModelKey, ModelKeyError
+from gateway.ending import Ending
 from gateway.metrics import Metrics
 from gateway.net.advice import Adviser
 from gateway.net.decisions import Decisions
@@ -46,13 +48,10 @@ from gateway.runtime import fdstore
 from gateway.runtime.addresses import TcpAddress, parse_address
 from gateway.runtime.notify import feed_watchdog, notify, notify_reloading
 from gateway.runtime.settings import SettingsError
-from gateway.succession import Inheritance, announce, leave_with_manager
+from gateway.succession import Inheritance, announce
 from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.app")
-
-# How often draining looks whether all has ended.
-_POLL_S: Final = 0.05
 
 
 class StartError(Exception):
@@ -101,8 +100,11 @@ class App:
             for problem in self.gateway.registry.replace_all(self._sessions):
                 raise StartError(f"{config.sessions.file}: {problem}")
         self._stopping = asyncio.Event()
-        # Sockets that this process listens on and nobody else keeps.
+        self._replacing = asyncio.Event()
+        # What this process listens on, by name: sockets that nobody else keeps, and the service manager's.
         self._own_listeners: dict[str, socket.socket] = {}
+        self._passed_listeners: dict[str, socket.socket] = {}
+        self._following: asyncio.Task[None] | None = None
 
     def _facts(self) -> HostFacts:
         listen_settings = self._config.listen
@@ -155,17 +157,18 @@ class App:
         )
         services.waits = Waits(services)
         self.gateway.model.start(poller)
-        closers: list[Callable[[], Awaitable[None] | None]] = []
-        inheritance = Inheritance(fdstore.passed())
+        ports: list[Callable[[], Awaitable[None] | None]] = []
+        predecessor = Predecessor.from_environment()
+        inheritance = Inheritance(fdstore.passed(), predecessor)
         record = inheritance.record
         epoch = secrets.token_hex(8) if record is None else record.epoch
         try:
             listener = Listener(services, self._listen(inheritance, "sandbox", config.listen.sandbox))
-            closers.append(listener.close)
+            ports.append(listener.close)
             if config.listen.metrics:
                 server = MetricsServer(self.gateway)
                 await server.start(self._listen(inheritance, "metrics", config.listen.metrics))
-                closers.append(server.close)
+                ports.append(server.close)
             contract_socket = None
             if config.listen.contract:
                 contract_socket = self._listen(inheritance, "contract", config.listen.contract)
@@ -173,6 +176,8 @@ class App:
                 take_up_sessions(self.gateway.registry, record)
                 TakingUp(services, listener, inheritance.descriptors).run(record)
                 log.info("took up %d connections of the process before", record.connections)
+                if predecessor is not None:
+                    self._follow(predecessor, record)
                 if config.sessions.file:
                     # What the file says now is in force, also for what was open before.
                     self.gateway.registry.replace_all(self._sessions)
@@ -182,76 +187,74 @@ class App:
                 adviser = Adviser(services, self._registries)
                 contract = ContractServer(self.gateway, epoch, adviser.answer)
                 await contract.start(contract_socket)
-                closers.append(contract.close)
+                ports.append(contract.close)
             for number in (signal.SIGTERM, signal.SIGINT):
                 loop.add_signal_handler(number, self._stopping.set)
             loop.add_signal_handler(signal.SIGHUP, self._reload, services)
+            loop.add_signal_handler(signal.SIGUSR2, self._replacing.set)
             refresh = loop.create_task(self._keep_facts_current(services))
             # What was made until here lives as long as the process: the collector need not look at it again.
             gc.collect()
             gc.freeze()
             listener.start()
             progress = Progress(poller)
-            closers.append(progress.close)
+            ports.append(progress.close)
             watchdog = loop.create_task(feed_watchdog(progress.prove))
             notify("READY=1")
-            announce()
+            if predecessor is None:
+                announce()
             log.info("serving sandboxes on %s", config.listen.sandbox)
-            await self._stopping.wait()
-            notify("STOPPING=1")
+            ending = Ending(services, listener, Parking(services, listener, epoch), self._stopping)
+            successor = await self._serve(ending)
+            if successor is None:
+                await ending.stop(self._own_listeners)
+            else:
+                await _close(ports)
+                await ending.drain_for(successor, predecessor)
             refresh.cancel()
-            self.gateway.model.drain()
-            await self._end(services, listener, Parking(services, listener, epoch))
             # Only now: draining is progress too.
             watchdog.cancel()
         finally:
-            for closer in closers:
-                result = closer()
-                if result is not None:
-                    await result
+            await _close(ports)
             for session in self.gateway.registry:
                 session.close(CloseReason.SHUTDOWN)
             await services.handover.close()
             await self.gateway.model.close()
             for part in (services.waits, services.dialer, services.resolver, services.idle, services.lingering):
                 part.close()
+            if self._following is not None:
+                self._following.cancel()
             poller.close()
             services.pipes.close()
             self.gateway.audit.close()
 
     def _listen(self, inheritance: Inheritance, name: str, address: str) -> socket.socket:
         sock, is_managers = inheritance.listening(name, parse_address(address))
-        if not is_managers:
-            self._own_listeners[name] = sock
+        (self._passed_listeners if is_managers else self._own_listeners)[name] = sock
         return sock
 
-    async def _end(self, services: Services, listener: Listener, parking: Parking) -> None:
-        """Leave what can go on to the next process, if there is somebody to keep it, and let the rest end by itself."""
-        seconds = self._config.limits.drain_ms / 1000
-        if fdstore.is_offered():
-            # New connections are served meanwhile, except for what could not go on elsewhere.
-            listener.leave()
-            await self._drain(services, seconds, wait_for_movable=False)
-            if leave_with_manager(parking, self._own_listeners, Unfinished(self._config.audit.dir)):
-                return
-        listener.stop()
-        await self._drain(services, seconds, wait_for_movable=True)
+    async def _serve(self, ending: Ending) -> Successor | None:
+        """Serve until the process is told to stop (None), or has been replaced."""
+        while True:
+            waits = [asyncio.ensure_future(event.wait()) for event in (self._stopping, self._replacing)]
+            await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+            for wait in waits:
+                wait.cancel()
+            if self._stopping.is_set():
+                return None
+            self._replacing.clear()
+            successor = await ending.be_replaced(self._own_listeners, self._passed_listeners)
+            if successor is not None:
+                return successor
 
-    async def _drain(self, services: Services, seconds: float, *, wait_for_movable: bool) -> None:
-        """Let what is open end by itself, for at most `seconds`."""
-        loop = asyncio.get_running_loop()
-        end = loop.time() + seconds
-
-        def is_open() -> bool:
-            waited_for = sum(session.ending_count for session in self.gateway.registry)
-            if wait_for_movable:
-                return waited_for > 0
-            joining = any(runner.splicer is None for runner in services.runners)
-            return joining or waited_for > len(services.connects)
-
-        # Hundreds of unlike things may be open, and none tells another that it ended.
-        while loop.time() < end and is_open():  # noqa: ASYNC110
-            await asyncio.sleep(_POLL_S)
+    def _follow(self, predecessor: Predecessor, record: Parked) -> None:
+        """Count what the streams that stayed in the process before still use."""
+        registry = self.gateway.registry
+        registry.on_revoke = predecessor.revoke
+        for parked in record.sessions:
+            if (session := registry.get(parked.grant.session)) is not None:
+                session.model.reserve_elsewhere(parked.model)
+        self._following = asyncio.get_running_loop().create_task(predecessor.follow(registry))
 
     def _reload(self, services: Services) -> None:
         """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
@@ -281,3 +284,11 @@ class App:
                 continue
             if addresses != services.facts.own_addresses:
                 services.facts = self._facts()
+
+
+async def _close(ports: list[Callable[[], Awaitable[None] | None]]) -> None:
+    """Close what serves, each once."""
+    while ports:
+        result = ports.pop(0)()
+        if result is not None:
+            await result

@@ -100,6 +100,15 @@ class Session:
         self.model.take_up(parked.model)
         self._take(self.grant, self.policy)
 
+    def spent_elsewhere(self, usage: Usage) -> None:
+        """Count what was used in the session's name in the process before."""
+        self.bytes_up += usage.egress_bytes_up
+        self.bytes_down += usage.egress_bytes_down
+        self.bytes_left -= usage.egress_bytes_up + usage.egress_bytes_down
+        self.egress_allowed += usage.egress_allowed
+        self.egress_refused += usage.egress_refused
+        self.model.spent_elsewhere(usage)
+
     def add_closer(self, closer: Callable[[CloseReason], None], *, resumes: bool = False) -> None:
         """Have `closer` called once when the session is revoked. `resumes`: its client comes back and loses nothing."""
         self._closers.add(closer)
@@ -153,6 +162,8 @@ class Registry:
         self._waiting: set[Callable[[], None]] = set()
         # False from start until control's first snapshot: an unknown session may only be not known yet.
         self.ready = ready
+        # Told of each session that is over, after it is closed here.
+        self.on_revoke: Callable[[str], None] = lambda _session: None
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -220,6 +231,7 @@ class Registry:
         if session is not None:
             self._release_address(session)
             session.close(CloseReason.REVOKED)
+            self.on_revoke(session_id)
         return session
 
     def _release_address(self, session: Session) -> None:

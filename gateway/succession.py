@@ -11,6 +11,7 @@ import socket
 from collections.abc import Mapping
 from typing import Final
 
+from gateway.beside import Predecessor, SuccessionError
 from gateway.core.parked import MAX_BYTES, Parked, ParkedError, decode_parked, encode_parked
 from gateway.net.parking import Parking
 from gateway.runtime import fdstore
@@ -28,7 +29,8 @@ ALIVE: Final = "alive"
 class Inheritance:
     """What this process was given at its start: sockets to listen on, and what the process before left."""
 
-    def __init__(self, passed: Mapping[str, list[int]]) -> None:
+    def __init__(self, passed: Mapping[str, list[int]], predecessor: Predecessor | None = None) -> None:
+        """Take it. With a `predecessor` on return this is the main process. Raises SuccessionError."""
         self._passed = {name: list(descriptors) for name, descriptors in passed.items()}
         self.descriptors: list[int] = []
         self.record: Parked | None = None
@@ -47,6 +49,12 @@ class Inheritance:
                 "the gateway before this one ended without handing over (a crash, or killed): its tunnels are cut, "
                 "their last audit lines and at most a second of their usage are lost"
             )
+        if predecessor is not None:
+            with predecessor.await_parcel() as parcel:
+                self._open(parcel)
+            if self.record is None:
+                raise SuccessionError("what the running gateway handed over cannot be taken up; it goes on")
+            predecessor.confirm()
 
     def _open(self, parcel: socket.socket) -> None:
         try:
@@ -65,6 +73,7 @@ class Inheritance:
             return
         self.record, self.descriptors = record, descriptors
         self._listeners = {name: descriptors[place] for name, place in record.listeners.items()}
+        self._passed |= {name: [descriptors[place]] for name, place in record.passed.items()}
 
     def listening(self, name: str, address: TcpAddress | UnixAddress) -> tuple[socket.socket, bool]:
         """Return the socket to listen on, and whether it is the manager's. Raises ListenError.
@@ -122,7 +131,7 @@ def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket],
 
     Never waits but for the manager, for at most five seconds; nothing moves meanwhile.
     """
-    record, descriptors = parking.pack(listeners)
+    record, descriptors = parking.pack(listeners, {})
     try:
         parcel = fdstore.Parcel(encode_parked(record), descriptors)
     except fdstore.ParcelError as error:

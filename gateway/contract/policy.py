@@ -62,6 +62,10 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """Add two usages field by field."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
 
+    def minus(self, other: "Usage") -> "Usage":
+        """Subtract an earlier usage of the same epoch."""
+        return Usage(*(getattr(self, name) - getattr(other, name) for name in self.__struct_fields__))
+
 
 class Grant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """One session's whole permission.

@@ -48,7 +48,7 @@ class Reservation:
 class ModelAccount:
     """What one session asks of models. Times are seconds of one monotonic clock."""
 
-    __slots__ = ("_budget", "_input_before", "_output_before", "_reserved_input", "_reserved_output", "_starts", "_tokens",
+    __slots__ = ("_budget", "_elsewhere", "_input_before", "_output_before", "_reserved_input", "_reserved_output", "_starts", "_tokens",
                  "connections", "in_flight", "requests")  # fmt: skip
 
     def __init__(self, budget: ModelBudget, used: Usage) -> None:
@@ -59,6 +59,7 @@ class ModelAccount:
         self.connections = 0
         self._reserved_input = 0
         self._reserved_output = 0
+        self._elsewhere = (0, 0)
         # Starts within the last minute, at most as many as the budget allows.
         self._starts: deque[float] = deque()
         self.update(budget, used)
@@ -90,6 +91,8 @@ class ModelAccount:
             cache_read_tokens=tokens.cache_read_tokens,
             cache_write_tokens=tokens.cache_write_tokens,
             starts=tuple(self._starts),
+            reserved_input=self._reserved_input,
+            reserved_output=self._reserved_output,
         )
 
     def take_up(self, parked: ParkedModel) -> None:
@@ -101,6 +104,27 @@ class ModelAccount:
         tokens.cache_read_tokens = parked.cache_read_tokens
         tokens.cache_write_tokens = parked.cache_write_tokens
         self._starts = deque(parked.starts)
+
+    def reserve_elsewhere(self, parked: ParkedModel) -> None:
+        """Keep what is set aside for requests that go on in the process before."""
+        self._reserved_input += parked.reserved_input
+        self._reserved_output += parked.reserved_output
+        self._elsewhere = (parked.reserved_input, parked.reserved_output)
+
+    def release_elsewhere(self) -> None:
+        """The process before has ended, and with it those requests."""
+        self._reserved_input -= self._elsewhere[0]
+        self._reserved_output -= self._elsewhere[1]
+        self._elsewhere = (0, 0)
+
+    def spent_elsewhere(self, usage: Usage) -> None:
+        """Count what those requests used."""
+        self.requests += usage.model_requests
+        tokens = self._tokens
+        tokens.input_tokens += usage.input_tokens
+        tokens.output_tokens += usage.output_tokens
+        tokens.cache_read_tokens += usage.cache_read_tokens
+        tokens.cache_write_tokens += usage.cache_write_tokens
 
     @property
     def limits_tokens(self) -> bool:

@@ -141,6 +141,9 @@ class ParkedModel(_Strict, frozen=True):
     cache_read_tokens: Count = 0
     cache_write_tokens: Count = 0
     starts: tuple[float, ...] = ()
+    # Set aside for requests that go on in the process before, while it lives.
+    reserved_input: Count = 0
+    reserved_output: Count = 0
 
 
 class ParkedSession(_Strict, frozen=True):
@@ -155,10 +158,14 @@ class ParkedSession(_Strict, frozen=True):
 
 
 class Parked(_Strict, frozen=True, kw_only=True):
-    """All of it. `epoch` goes on, because the counts do. `listeners` are listening sockets by name."""
+    """All of it. `epoch` goes on, because the counts do.
+
+    `listeners` are the listening sockets that the process made, by name; `passed` those that the service manager gave it.
+    """
 
     epoch: str
     listeners: dict[str, Place] = {}
+    passed: dict[str, Place] = {}
     sessions: tuple[ParkedSession, ...] = ()
     tunnels: tuple[ParkedTunnel, ...] = ()
     greetings: tuple[ParkedGreeting, ...] = ()
@@ -230,6 +237,7 @@ def _check(record: Parked, descriptors: int) -> None:
 
 def _places(record: Parked) -> Iterator[int]:
     yield from record.listeners.values()
+    yield from record.passed.values()
     for pair in (*(each.pair for each in record.tunnels), *(each.pair for each in record.runners)):
         yield from (pair.client, pair.upstream)
         for flow in (pair.up, pair.down):

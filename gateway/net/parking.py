@@ -33,8 +33,10 @@ class Parking:
         self._epoch = epoch
         self._descriptors: list[int] = []
 
-    def pack(self, listeners: Mapping[str, socket.socket]) -> tuple[Parked, list[int]]:
-        """Return the record and its descriptors, `listeners` among them. Both are of this very moment."""
+    def pack(
+        self, listeners: Mapping[str, socket.socket], passed: Mapping[str, socket.socket]
+    ) -> tuple[Parked, list[int]]:
+        """Return the record and its descriptors, the listening sockets among them. Both are of this very moment."""
         self._descriptors = []
         services = self._services
         connects = services.connects | set(services.waits.ready)
@@ -44,6 +46,7 @@ class Parking:
         record = Parked(
             epoch=self._epoch,
             listeners={name: self._place(sock) for name, sock in listeners.items()},
+            passed={name: self._place(sock) for name, sock in passed.items()},
             sessions=tuple(session.parked() for session in services.gateway.registry),
             tunnels=tuple(self._tunnel(each) for each in tunnels),
             greetings=tuple(self._greeting(each) for each in sorted(greetings, key=lambda each: each.left_s or 0)),

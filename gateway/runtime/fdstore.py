@@ -7,6 +7,7 @@ for duplicates, no matching by inode. The kernel keeps what is queued open as lo
 
 import array
 import contextlib
+import errno
 import fcntl
 import os
 import select
@@ -120,10 +121,10 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]]:
     try:
         left = 0
         while left or not got:
-            data, descriptors, flags = _receive_message(sock)
+            message, descriptors = receive_message(sock)
             got += descriptors
-            said = int.from_bytes(data, "big")
-            if len(data) != 4 or flags & socket.MSG_CTRUNC or said != (left or said) or said > _MAX_DESCRIPTORS:
+            said = int.from_bytes(message, "big")
+            if len(message) != 4 or said != (left or said) or said > _MAX_DESCRIPTORS:
                 raise ParcelError("it is not a parcel of a gateway, or this process may not open as many files")
             left = said - len(descriptors)
             if left < 0 or not descriptors:
@@ -137,7 +138,11 @@ def receive(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]]:
         raise
 
 
-def _receive_message(sock: socket.socket) -> tuple[bytes, list[int], int]:
+def receive_message(sock: socket.socket) -> tuple[bytes, list[int]]:
+    """Return one message of at most 16 bytes, and the descriptors with it (close-on-exec), never waiting.
+
+    Raises OSError; also when descriptors had to be left out, because this process may open no more.
+    """
     # Not socket.recv_fds, which takes flags and ignores them (until Python 3.12).
     descriptors = array.array("i")
     room = socket.CMSG_LEN(_PER_MESSAGE * descriptors.itemsize)
@@ -145,7 +150,11 @@ def _receive_message(sock: socket.socket) -> tuple[bytes, list[int], int]:
     for level, kind, content in ancillary:
         if level == socket.SOL_SOCKET and kind == socket.SCM_RIGHTS:
             descriptors.frombytes(content[: len(content) - len(content) % descriptors.itemsize])
-    return data, list(descriptors), flags
+    if flags & socket.MSG_CTRUNC:
+        for descriptor in descriptors:
+            os.close(descriptor)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+    return data, list(descriptors)
 
 
 def _read(memory: int, max_bytes: int) -> bytes:

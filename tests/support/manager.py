@@ -4,9 +4,12 @@ It keeps what the daemon sends with FDSTORE=1, answers BARRIER=1, and passes wha
 What real systemd does beside that is tested on a real one (tests/host).
 """
 
+import array
+import contextlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import threading
@@ -14,9 +17,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
-from tests.support.processes import spawn, stop, wait_until
+from tests.support.processes import ConditionTimeoutError, spawn, state, stop, wait_until
 
 _MAX_FDS: Final = 253
+_CREDENTIALS: Final = struct.Struct("3i")
 # Becomes the daemon: only the process itself can say LISTEN_PID, and put descriptors where they must be, from 3 on.
 _BECOME: Final = """
 import fcntl, os, sys
@@ -58,7 +62,10 @@ class Manager:
         self.pid = 0
         self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
+        # Processes that a reload left or made; the manager is not their parent.
+        self._others: set[int] = set()
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._socket.bind(str(self._path))
         os.chown(self._path, uid, uid)
         self._thread = threading.Thread(target=self._listen, daemon=True)
@@ -71,8 +78,10 @@ class Manager:
 
     @property
     def running(self) -> bool:
-        """Whether the process that was started lives."""
-        return self._process is not None and self._process.poll() is None
+        """Whether the main process lives."""
+        if self._process is not None and self._process.pid == self.pid:
+            return self._process.poll() is None
+        return _lives(self.pid)
 
     def start(self) -> None:
         """Start the daemon with what the store holds and wait until it says READY=1."""
@@ -104,8 +113,34 @@ class Manager:
         )
 
     def stop(self, *, grace_s: float = 35.0) -> int:
-        """SIGTERM, SIGKILL after the grace. The store keeps what it holds, as in a restart."""
-        return 0 if self._process is None else stop(self._process, grace_s=grace_s)
+        """SIGTERM to all of its processes, SIGKILL after the grace. The store keeps what it holds, as in a restart."""
+        if self._process is None:
+            return 0
+        for pid in self._others:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
+        status = stop(self._process, grace_s=grace_s)
+        wait_until(lambda: not any(map(_lives, self._others)), "the end of other processes", timeout_s=grace_s)
+        self._others.clear()
+        return status if self.pid == self._process.pid else 0
+
+    def reload(self) -> None:
+        """Have the daemon start its next process beside itself; on return that is the main process and ready.
+
+        As `systemctl reload` does by ExecReload=. Raises ConditionTimeoutError if the daemon goes on as it is.
+        """
+        before = self.pid
+        self._ready = False
+        os.kill(before, signal.SIGUSR2)
+        wait_until(lambda: self._ready, "READY=1 after a reload", timeout_s=60)
+        if self.pid == before:
+            raise ConditionTimeoutError("the daemon was not replaced")
+
+    def drained(self) -> bool:
+        """Tell whether only the main process is left."""
+        first = self._process
+        others = self._others | ({first.pid} if first is not None and first.poll() is None else set())
+        return not any(pid != self.pid and _lives(pid) for pid in others)
 
     def restart(self) -> None:
         """Stop and start."""
@@ -116,8 +151,8 @@ class Manager:
     def kill(self) -> None:
         """SIGKILL, as a crash."""
         assert self._process is not None
-        self._process.kill()
-        self._process.wait()
+        os.kill(self.pid, signal.SIGKILL)
+        wait_until(lambda: not self.running, "the end of a killed process")
 
     def log(self) -> str:
         """Return everything the daemon has logged."""
@@ -144,13 +179,28 @@ class Manager:
 
     def _listen(self) -> None:
         while True:
-            data, descriptors, _, _ = socket.recv_fds(self._socket, 65536, _MAX_FDS)
+            sender, data, descriptors = self._receive()
             if not data:
                 return
-            lines = data.decode().splitlines()
-            fields = dict(line.split("=", 1) for line in lines)
+            fields = dict(line.split("=", 1) for line in data.decode().splitlines())
+            # NotifyAccess=main
+            if sender == self.pid:
+                self.messages.append(data.decode())
+            else:
+                fields = {}
             self._take(fields, descriptors)
-            self.messages.append(data.decode())
+
+    def _receive(self) -> tuple[int, bytes, list[int]]:
+        """Return a message with its sender's process id and descriptors."""
+        room = socket.CMSG_SPACE(_MAX_FDS * 4) + socket.CMSG_SPACE(_CREDENTIALS.size)
+        data, ancillary, _, _ = self._socket.recvmsg(65536, room)
+        sender, descriptors = 0, array.array("i")
+        for _, kind, content in ancillary:
+            if kind == socket.SCM_CREDENTIALS:
+                sender = _CREDENTIALS.unpack(content)[0]
+            elif kind == socket.SCM_RIGHTS:
+                descriptors.frombytes(content)
+        return sender, data, list(descriptors)
 
     def _take(self, fields: dict[str, str], descriptors: list[int]) -> None:
         name = fields.get("FDNAME", "stored")
@@ -166,6 +216,13 @@ class Manager:
         for descriptor in descriptors:
             os.close(descriptor)
         if "MAINPID" in fields:
+            self._others |= {self.pid, int(fields["MAINPID"])}
+            assert self._process is not None
+            self._others.discard(self._process.pid)
             self.pid = int(fields["MAINPID"])
         if fields.get("READY") == "1":
             self._ready = True
+
+
+def _lives(pid: int) -> bool:
+    return state(pid) not in ("", "Z", "X")

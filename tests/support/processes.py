@@ -98,12 +98,13 @@ def kill_all(pids: Iterable[int], *, timeout_s: float = 10.0) -> None:
             os.kill(pid, signal.SIGKILL)
 
     def gone() -> bool:
-        return all(_state(pid) in ("", "Z", "X") for pid in remaining)
+        return all(state(pid) in ("", "Z", "X") for pid in remaining)
 
     wait_until(gone, f"end of killed processes {sorted(remaining)}", timeout_s=timeout_s)
 
 
-def _state(pid: int) -> str:
+def state(pid: int) -> str:
+    """Return the letter of a process' state (proc(5)), empty when it is gone."""
     status = _read(pid, "stat")
     # The command stands in parentheses and may hold any character, so count from the last one.
     return status.rpartition(")")[2].split()[0] if status else ""

@@ -1,0 +1,116 @@
+"""How a gateway process ends: what can go on goes to the next process, the rest ends by itself or at a deadline."""
+
+import asyncio
+import logging
+import socket
+from collections.abc import Callable, Mapping
+from typing import Final
+
+from gateway.beside import Predecessor, SuccessionError, Successor
+from gateway.core.parked import encode_parked
+from gateway.net.listener import Listener
+from gateway.net.parking import Parking
+from gateway.net.runner import HANDOFF_S
+from gateway.net.services import Services
+from gateway.runtime import fdstore
+from gateway.runtime.notify import notify, notify_reloading
+from gateway.succession import leave_with_manager
+from gateway.unfinished import Unfinished
+
+log = logging.getLogger("gateway.ending")
+
+# How often draining looks whether all has ended, and tells a successor what was used.
+_POLL_S: Final = 0.05
+_TELL_S: Final = 1.0
+
+
+class Ending:
+    """The end of one process, by one of three ways. Each leaves open what did not end; closing it is the caller's."""
+
+    def __init__(self, services: Services, listener: Listener, parking: Parking, stopping: asyncio.Event) -> None:
+        self._services = services
+        self._gateway = services.gateway
+        self._listener = listener
+        self._parking = parking
+        self._stopping = stopping
+        self._drain_s = services.gateway.config.limits.drain_ms / 1000
+
+    async def stop(self, listeners: Mapping[str, socket.socket]) -> None:
+        """End because the process was told to, leaving what can go on with the service manager if it keeps it."""
+        notify("STOPPING=1")
+        self._gateway.model.drain()
+        if fdstore.is_offered():
+            # New connections are served meanwhile, except for what could not go on elsewhere.
+            self._listener.leave()
+            await self._until(self._is_only_movable, self._drain_s)
+            # What they used belongs into the record.
+            await self._services.handover.close()
+            await self._gateway.model.close()
+            if leave_with_manager(self._parking, listeners, Unfinished(self._gateway.config.audit.dir)):
+                return
+        self._listener.stop()
+        await self._until(self._is_nothing, self._drain_s)
+
+    async def be_replaced(
+        self, own: Mapping[str, socket.socket], passed: Mapping[str, socket.socket]
+    ) -> Successor | None:
+        """Start the next process and give it all that can move; None, and nothing has changed, if it does not come."""
+        notify_reloading()
+        try:
+            successor = await Successor.start()
+            # A runner's connection can move when it has reached control.
+            await self._until(self._is_joined, HANDOFF_S)
+            record, descriptors = self._parking.pack(own, passed)
+            successor.hand(encode_parked(record), descriptors)
+        except SuccessionError as error:
+            log.error("reload: %s; this gateway goes on", error)
+            notify("READY=1")
+            return None
+        self._parking.let_go()
+        log.info("the next process has %d connections; this one ends with its last stream", record.connections)
+        successor.begin(self._gateway.registry)
+        return successor
+
+    async def drain_for(self, successor: Successor, predecessor: Predecessor | None) -> None:
+        """Keep what could not move until it has ended; at most as long as a stream may last, or until told to stop."""
+        loop = self._services.loop
+        registry = self._gateway.registry
+        following = loop.create_task(successor.follow(registry))
+        self._gateway.model.drain()
+        end = loop.time() + self._gateway.config.limits.model_total_timeout_ms / 1000
+        is_told = False
+        telling = loop.time()
+        while loop.time() < end and not (self._is_nothing() and not (predecessor and predecessor.is_there)):
+            if self._stopping.is_set() and not is_told:
+                is_told = True
+                end = min(end, loop.time() + self._drain_s)
+            if loop.time() >= telling:
+                successor.tell(registry)
+                telling = loop.time() + _TELL_S
+            await asyncio.sleep(_POLL_S)
+        await self._services.handover.close()
+        await self._gateway.model.close()
+        successor.tell(registry)
+        following.cancel()
+        await asyncio.gather(following, return_exceptions=True)
+        successor.close()
+        log.info("all that this process kept has ended")
+
+    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
+        """Wait until a condition holds, for at most `seconds`."""
+        end = self._services.loop.time() + seconds
+        # Hundreds of unlike things may be open, and none tells another that it ended.
+        while self._services.loop.time() < end and not condition():  # noqa: ASYNC110
+            await asyncio.sleep(_POLL_S)
+
+    def _is_nothing(self) -> bool:
+        return self._waited_for() == 0
+
+    def _is_only_movable(self) -> bool:
+        return self._is_joined() and self._waited_for() <= len(self._services.connects)
+
+    def _is_joined(self) -> bool:
+        return all(runner.splicer is not None for runner in self._services.runners)
+
+    def _waited_for(self) -> int:
+        return sum(session.ending_count for session in self._gateway.registry)

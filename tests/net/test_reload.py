@@ -1,0 +1,213 @@
+"""A reload puts a new process in the place of the running one: tunnels move, and a model stream ends where it began."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.model.wire import STREAM_HEAD, Peer, chunked, scripted
+from tests.net.test_contract import Control, contracted, grant
+from tests.net.test_handover import until
+from tests.net.test_model import KEY, connected, message, write_key
+from tests.net.test_tunnel import opened
+from tests.support.gateway_process import GatewayProcess, gateway_process
+from tests.support.processes import ConditionTimeoutError
+from tests.support.sockets import echo_server
+
+START = b'event: message_start\ndata: {"type":"message_start","message":{"model":"m","usage":{"input_tokens":7,"output_tokens":1}}}\n\n'
+DELTA = b'event: content_block_delta\ndata: {"type":"content_block_delta","delta":{"text":"more"}}\n\n'
+END = (
+    b'event: message_delta\ndata: {"type":"message_delta","usage":{"output_tokens":42}}\n\n'
+    b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
+)
+TOLD = b"0\r\n\r\n"
+
+
+async def reloaded(gateway: GatewayProcess) -> None:
+    assert gateway.manager is not None
+    await asyncio.to_thread(gateway.manager.reload)
+
+
+class Story:
+    """A provider's stream that the test tells piece by piece."""
+
+    def __init__(self) -> None:
+        self.pieces: asyncio.Queue[bytes] = asyncio.Queue()
+        self.begun = asyncio.Event()
+
+    async def tell(self, peer: Peer) -> None:
+        while True:
+            await peer.request()
+            await peer.send(STREAM_HEAD)
+            self.begun.set()
+            while (piece := await self.pieces.get()) != TOLD:
+                await peer.send(chunked(piece)[: -len(TOLD)])
+            await peer.send(TOLD)
+
+
+@asynccontextmanager
+async def telling(tell: Callable[[Peer], Awaitable[None]], **more: object) -> AsyncIterator[GatewayProcess]:
+    """A gateway whose provider tells a story."""
+    async with scripted(tell) as upstream:
+        config = {"model": {"upstream": upstream.url}, "limits": {"drain_ms": 5000}, **more}
+        with gateway_process(config, [{"id": "s1"}], stored=8) as gateway:
+            key = gateway.base / "key"
+            write_key(key, KEY)
+            gateway.config["model"]["api_key_file"] = str(key)
+            gateway.write_files()
+            # With the key from the beginning: the first process had none.
+            await asyncio.to_thread(gateway.restart)
+            yield gateway
+
+
+async def test_a_tunnel_moves_to_the_new_process_and_the_old_one_ends() -> None:
+    with gateway_process(stored=8) as gateway:
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            await client.send(b"before")
+            assert await client.read_exactly(6) == b"before"
+            first = gateway.pid
+            await reloaded(gateway)
+            assert gateway.manager is not None
+            await until(gateway.manager.drained)
+            assert gateway.pid != first
+            await client.send(b"after!!")
+            assert await client.read_exactly(7) == b"after!!"
+            # And once more, by a process that came so itself; then by a restart.
+            await reloaded(gateway)
+            await asyncio.to_thread(gateway.restart)
+            await client.send(b"again")
+            assert await client.read_exactly(5) == b"again"
+        line = await gateway.await_audit("s1", event="close")
+        assert (line["bytes_up"], line["bytes_down"], line["reason"]) == (18, 18, "done")
+        assert [each["event"] for each in gateway.audit("s1")] == ["allow", "close"]
+
+
+async def test_a_model_stream_goes_on_in_the_old_process_and_is_counted_in_the_new() -> None:
+    story = Story()
+    async with telling(story.tell) as gateway, connected(gateway) as client:
+        await client.send(message(stream=True))
+        await story.begun.wait()
+        await story.pieces.put(START)
+        first = gateway.pid
+        await reloaded(gateway)
+        assert gateway.manager is not None
+        assert not gateway.manager.drained()
+        # The next request is the new process' while the old one still streams.
+        async with connected(gateway) as other:
+            await other.send(message(stream=True))
+            for piece in (DELTA, END, TOLD):
+                await story.pieces.put(piece)
+            for piece in (START, END, TOLD):
+                await story.pieces.put(piece)
+            replies = await asyncio.gather(client.reply(), other.reply())
+            assert all(b"message_stop" in each.body for each in replies)
+        await until(gateway.manager.drained)
+        assert gateway.pid != first
+        lines = [line for line in gateway.audit("s1") if line["event"] == "close"]
+        assert [line["reason"] for line in lines] == ["done", "done"]
+
+
+async def test_connections_are_served_during_a_reload_without_a_gap() -> None:
+    with gateway_process(stored=8) as gateway:
+        async with echo_server() as server:
+            over = asyncio.Event()
+            served = 0
+
+            async def connect_again_and_again() -> None:
+                nonlocal served
+                while not over.is_set():
+                    async with await opened(gateway, f"127.0.0.1:{server.port}") as client:
+                        await client.send(b"x")
+                        assert await client.read_exactly(1) == b"x"
+                    served += 1
+
+            tasks = [asyncio.create_task(connect_again_and_again()) for _ in range(4)]
+            for _ in range(3):
+                await reloaded(gateway)
+            over.set()
+            await asyncio.gather(*tasks)
+            assert served
+            assert {line["reason"] for line in gateway.audit("s1") if line["event"] == "close"} <= {"done", "reset"}
+
+
+async def test_what_the_new_process_cannot_start_with_leaves_the_old_one_in_place() -> None:
+    with gateway_process(stored=8) as gateway:
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            first = gateway.pid
+            gateway.config["limits"]["drain_ms"] = "soon"
+            gateway.write_files()
+            with pytest.raises(ConditionTimeoutError, match="not replaced"):
+                await reloaded(gateway)
+            assert gateway.pid == first
+            assert "this gateway goes on" in gateway.log()
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            gateway.config["limits"]["drain_ms"] = 100
+            gateway.write_files()
+            await reloaded(gateway)
+            assert gateway.pid != first
+            await client.send(b"y")
+            assert await client.read_exactly(1) == b"y"
+
+
+async def test_a_session_revoked_after_a_reload_loses_its_stream_in_the_old_process(tmp_path: Path) -> None:
+    story = Story()
+    async with scripted(story.tell) as upstream:
+        async with contracted(tmp_path, stored=8, model={"upstream": upstream.url}) as (gateway, path):
+            first = await Control.connect(path)
+            await first.welcome()
+            await first.snapshot(grant("s1"))
+            async with connected(gateway) as client:
+                await client.send(message(stream=True))
+                await story.begun.wait()
+                await story.pieces.put(START)
+                await reloaded(gateway)
+                second = await Control.connect(path)
+                await second.welcome()
+                assert gateway.manager is not None
+                assert not gateway.manager.drained()
+                await second.snapshot()
+                await until(gateway.manager.drained)
+                with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                    await client.reply()
+            await first.close()
+            await second.close()
+
+
+async def test_what_the_old_process_streams_is_reported_by_the_new(tmp_path: Path) -> None:
+    story = Story()
+    async with scripted(story.tell) as upstream:
+        async with contracted(tmp_path, stored=8, model={"upstream": upstream.url}) as (gateway, path):
+            first = await Control.connect(path)
+            epoch = (await first.welcome()).epoch
+            await first.snapshot(grant("s1"))
+            async with connected(gateway) as client:
+                await client.send(message(stream=True))
+                await story.begun.wait()
+                await story.pieces.put(START)
+                await reloaded(gateway)
+                second = await Control.connect(path)
+                assert (await second.welcome()).epoch == epoch
+                await second.snapshot(grant("s1"))
+                for piece in (END, TOLD):
+                    await story.pieces.put(piece)
+                await client.reply()
+            report = await second.reported("s1", lambda each: each.usage.output_tokens == 42)
+            assert (report.usage.model_requests, report.usage.input_tokens) == (1, 7)
+            await first.close()
+            await second.close()
+
+
+async def test_the_old_process_ends_at_once_with_the_service() -> None:
+    story = Story()
+    async with telling(story.tell, limits={"drain_ms": 200}) as gateway, connected(gateway) as client:
+        await client.send(message(stream=True))
+        await story.begun.wait()
+        await reloaded(gateway)
+        assert gateway.manager is not None
+        assert await asyncio.to_thread(gateway.manager.stop) == 0
+        assert gateway.manager.drained()
+        line = await gateway.await_audit("s1", event="close", kind="model")
+        assert line["reason"] == "shutdown"
