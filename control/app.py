@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from control import VERSION
 from control.api.server import api_application
@@ -47,6 +48,15 @@ API_SHUTDOWN_S: Final = 2.0
 
 # Hard to guess at any rate of tries (RFC 6750 §5.2).
 MIN_BEARER_CHARACTERS: Final = 32
+
+
+def _is_ours(record: logging.LogRecord) -> bool:
+    """Tell a failure of ours from a peer's malformed request, which has its 400 and needs no traceback in our log."""
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+
+
+_http_log: Final = logging.getLogger("control.http")
+_http_log.addFilter(_is_ours)
 
 
 class StartError(Exception):
@@ -272,7 +282,9 @@ async def _site(app: web.Application, address: str, shutdown_s: float) -> AsyncI
     except ListenError as error:
         raise StartError(str(error)) from error
     # A stream whose reader has gone would otherwise wait for the session's next word.
-    runner = web.AppRunner(app, access_log=None, shutdown_timeout=shutdown_s, handler_cancellation=True)
+    runner = web.AppRunner(
+        app, access_log=None, logger=_http_log, shutdown_timeout=shutdown_s, handler_cancellation=True
+    )
     await runner.setup()
     try:
         await web.SockSite(runner, listening).start()

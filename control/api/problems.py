@@ -88,14 +88,20 @@ async def problem_middleware(
     """Turn every error into problem details."""
     try:
         return await handler(request)
-    except ConnectionError:
-        # The caller went away; there is nobody to tell.
-        raise
     except Exception as error:
+        transport = request.transport
+        if transport is None or transport.is_closing():
+            # The caller went away; there is nobody to tell. (Raised again, it would be logged as a failure of ours.)
+            return web.Response()
         problem = describe(error)
         if problem is None:
             log.exception("%s %s failed", request.method, request.path)
             problem = _problem(500, "internal", "the control daemon failed; its log says how")
+        if request.writer.output_size:
+            # A stream has begun, and a second answer in it would be taken for its data: broken off, it is not whole.
+            log.warning("%s %s is broken off: %s", request.method, request.path, problem.detail)
+            transport.abort()
+            return web.Response()
         headers = {"Retry-After": "5"} if problem.status == 503 else {}
         if isinstance(error, web.HTTPMethodNotAllowed):
             headers["Allow"] = error.headers.get("Allow", "")

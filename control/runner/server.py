@@ -88,7 +88,11 @@ class RunnerServer:
         try:
             # No compression: a few bytes could unfold to gigabytes.
             socket = web.WebSocketResponse(max_msg_size=self._frame_bytes, compress=False, autoclose=True)
-            await socket.prepare(request)
+            try:
+                await socket.prepare(request)
+            except ConnectionError as error:
+                # It has gone already. Raised as it is, it would be logged as a failure of ours.
+                raise web.HTTPBadRequest from error
             conversation = asyncio.create_task(self._converse(socket, channel), name=f"runner-{session}")
             self._conversations.add(conversation)
             conversation.add_done_callback(self._conversations.discard)
