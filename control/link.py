@@ -34,7 +34,8 @@ from gateway.runtime.addresses import UnixAddress
 log = logging.getLogger(__name__)
 
 FIRST_RETRY_S: Final = 0.1
-LAST_RETRY_S: Final = 5.0
+# Requests wait up to 5 s for the grants after the gateway's start; a try costs next to nothing.
+LAST_RETRY_S: Final = 1.0
 # A gateway that accepts and then says nothing is as good as none.
 ANSWER_S: Final = 10.0
 

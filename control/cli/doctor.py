@@ -4,16 +4,32 @@ import asyncio
 import os
 import time
 from pathlib import Path
+from typing import Final
 
+from control.api.types import Health
 from control.cli.output import as_json, cell, show, table
 from control.client import DEFAULT_ADDRESS, ControlClient, ControlError, ControlUnavailableError
 from control.config import ControlConfig, load_config
 from control.docker.service import DockerService
 from control.docker.types import EngineError
+from control.doctor.datagrams import DatagramPort
 from control.doctor.findings import Finding
-from control.doctor.host import addresses, host_findings, image_findings, listener, listening_ports, model_key, registry
+from control.doctor.host import (
+    addresses,
+    datagram_ports,
+    host_findings,
+    image_findings,
+    listener,
+    listening_ports,
+    model_key,
+    registry,
+)
 from control.doctor.trial import Subject, try_sandbox
 from gateway.runtime.settings import SettingsError
+
+# Longer than control takes to find the gateway again, and to look at the firewall again.
+_SETTLE_S: Final = 6.0
+_SETTLE_STEP_S: Final = 0.2
 
 
 def examine(config: Path, gateway_config: Path, image: str, *, sandbox: bool, json: bool) -> int:
@@ -37,13 +53,13 @@ async def _findings(path: Path, gateway_config: Path, image: str, sandbox: bool)
     findings += problem
     try:
         async with ControlClient(address, os.environ.get("OPIFICIA_CONTROL_TOKEN", "")) as client:
-            health = await client.health()
+            health = await _settled(client)
             findings += await asyncio.to_thread(host_findings, health, config.data if config else None)
             if config is not None and os.access(config.docker.socket, os.W_OK):
                 findings += await _images(config)
             if sandbox:
                 settings = config or ControlConfig()
-                with listener():
+                with listener(), DatagramPort() as datagrams:
                     subject = Subject(
                         image=image or settings.images.sandbox,
                         addresses=(*addresses(), str(settings.network.bridge_address)),
@@ -51,12 +67,22 @@ async def _findings(path: Path, gateway_config: Path, image: str, sandbox: bool)
                         out_bytes=settings.limits.out_bytes,
                         registry=registry(gateway_config),
                         key=model_key(gateway_config),
+                        udp_ports=datagram_ports(),
+                        heard_datagram=lambda: bool(datagrams.heard),
                     )
                     findings += await try_sandbox(client, subject)
     except (ControlError, ControlUnavailableError) as error:
         remedy = "systemctl status opificia-control; its log says why it does not run"
         findings.append(Finding("host", "control daemon", False, str(error), remedy))
     return findings
+
+
+async def _settled(client: ControlClient) -> Health:
+    """Return how the host is; what is wrong with it has a moment to pass, for a daemon may just have been started."""
+    until = time.monotonic() + _SETTLE_S
+    while (health := await client.health()).problems and time.monotonic() < until:  # noqa: ASYNC110 - another process's
+        await asyncio.sleep(_SETTLE_STEP_S)
+    return health
 
 
 async def _images(config: ControlConfig) -> list[Finding]:

@@ -24,7 +24,9 @@ UNITS: Final = ("opificia-gateway.service", "opificia-control.service", "opifici
 # /out of a dozen sessions; below it new ones fail in the middle of their work.
 MIN_FREE_BYTES: Final = 10 * 1024**3
 _PROC: Final = Path("/proc")
+# States of /proc/net (include/net/tcp_states.h). A UDP socket that has no peer is "closed", and takes what comes.
 _TCP_LISTEN: Final = "0A"
+_UDP_BOUND: Final = "07"
 # As systemd/sysctl sets them, where the reasons stand.
 SYSCTLS: Final = {"fs.pipe-user-pages-soft": 131_072, "net.core.somaxconn": 4_096}
 MAX_IMAGE_DAYS: Final = 60
@@ -76,11 +78,20 @@ def addresses() -> tuple[str, ...]:
 
 def listening_ports() -> tuple[int, ...]:
     """Return the TCP ports on which this host listens."""
+    return _ports(("tcp", "tcp6"), _TCP_LISTEN)
+
+
+def datagram_ports() -> tuple[int, ...]:
+    """Return the UDP ports at which this host takes what comes."""
+    return _ports(("udp", "udp6"), _UDP_BOUND)
+
+
+def _ports(names: Iterable[str], state: str) -> tuple[int, ...]:
     ports = set()
-    for name in ("tcp", "tcp6"):
+    for name in names:
         for line in _text(_PROC / "net" / name).splitlines()[1:]:
             fields = line.split()
-            if len(fields) > 3 and fields[3] == _TCP_LISTEN:
+            if len(fields) > 3 and fields[3] == state:
                 ports.add(int(fields[1].rpartition(":")[2], 16))
     return tuple(sorted(ports))
 

@@ -156,6 +156,41 @@ def host_ports(config: dict[str, Any]) -> Outcome:
     return unreached((address, port) for address in config["addresses"] for port in config["ports"])
 
 
+def host_datagrams(config: dict[str, Any]) -> Outcome:
+    """Every UDP port of the host, on each of its addresses: an answer, or the word that nobody is there, came from it."""
+    answered = []
+    with selectors.DefaultSelector() as selector:
+        for address in config["addresses"]:
+            for port in config["udp_ports"]:
+                family = socket.AF_INET6 if ":" in address else socket.AF_INET
+                sock = socket.socket(family, socket.SOCK_DGRAM)
+                sock.setblocking(False)
+                try:
+                    sock.connect((address, port))
+                    sock.send(dns_query("probe.example.com"))
+                except OSError:
+                    sock.close()
+                    continue
+                selector.register(sock, selectors.EVENT_READ, f"{address}:{port}")
+        sent = len(selector.get_map())
+        deadline = time.monotonic() + CONNECT_S
+        while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+            for key, _ in selector.select(left):
+                sock = key.fileobj  # type: ignore[assignment]  # only sockets were registered
+                try:
+                    sock.recv(512)
+                    answered.append(key.data)
+                except ConnectionRefusedError:
+                    answered.append(f"{key.data} (closed)")
+                except OSError:
+                    pass
+                selector.unregister(sock)
+                sock.close()
+        for key in list(selector.get_map().values()):
+            key.fileobj.close()  # type: ignore[union-attr]
+    return not answered, f"answered: {', '.join(answered[:5])}" if answered else f"{sent} sent, none answered"
+
+
 def sibling(config: dict[str, Any]) -> Outcome:
     """Another sandbox, in which a server listens."""
     return unreached([(config["sibling"], config["sibling_port"])])
@@ -166,6 +201,12 @@ def outside(_config: dict[str, Any]) -> Outcome:
     return unreached([(OUTSIDE_V4, 53), (OUTSIDE_V4, 443), (OUTSIDE_V6, 53), (OUTSIDE_V6, 443)])
 
 
+def dns_query(name: str) -> bytes:
+    """Return a question for the address of a name (RFC 1035 §4.1)."""
+    question = b"".join(bytes([len(label)]) + label for label in name.encode().split(b".")) + b"\0\0\1\0\1"
+    return struct.pack(">6H", secrets.randbelow(65536), 0x0100, 1, 0, 0, 0) + question
+
+
 def dns(_config: dict[str, Any]) -> Outcome:
     """A made-up name, by the system's resolver and by the engine's embedded one."""
     name = f"probe-{secrets.token_hex(6)}.example.com"
@@ -173,8 +214,7 @@ def dns(_config: dict[str, Any]) -> Outcome:
         return False, f"{name} resolved to {socket.gethostbyname(name)}"
     except OSError:
         pass
-    question = b"".join(bytes([len(label)]) + label for label in name.encode().split(b".")) + b"\0\0\1\0\1"
-    query = struct.pack(">6H", secrets.randbelow(65536), 0x0100, 1, 0, 0, 0) + question
+    query = dns_query(name)
     for server in ("127.0.0.11", OUTSIDE_V4):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
             sock.settimeout(CONNECT_S)
@@ -463,6 +503,7 @@ def model(_config: dict[str, Any]) -> Outcome:
 CHECKS = (
     metadata,
     host_ports,
+    host_datagrams,
     sibling,
     outside,
     dns,

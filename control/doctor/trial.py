@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import hashlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from importlib import resources
 from typing import Any, Final
@@ -41,6 +41,7 @@ _CONTAINER: Final = "the engine did not enforce it: see `docker info` for warnin
 CHECKS: Final = {
     "metadata": ("the cloud's metadata address is refused", _RULES),
     "host_ports": ("no port of the host is reached", _RULES),
+    "host_datagrams": ("no UDP port of the host is reached", _RULES),
     "sibling": ("no other sandbox is reached", _RULES),
     "outside": ("no way out past the gateway", _RULES),
     "dns": ("no DNS that leaves", "update the engine; the sandbox's resolver must be 127.0.0.1"),
@@ -68,9 +69,10 @@ CHECKS: Final = {
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What the probe is told of this host: its addresses, the TCP ports that listen there, /out's size, the operator's key.
+    """What the probe is told of this host: its addresses, the TCP and UDP ports there, /out's size, the operator's key.
 
-    `registry` is a host of the list that level `registries` allows.
+    `registry` is a host of the list that level `registries` allows. `heard_datagram` tells whether one came to a UDP port of
+    the host that is there for the trial.
     """
 
     image: str
@@ -79,6 +81,8 @@ class Subject:
     out_bytes: int
     registry: str
     key: str = ""
+    udp_ports: tuple[int, ...] = ()
+    heard_datagram: Callable[[], bool] = lambda: False
 
 
 class _Line(msgspec.Struct):
@@ -102,7 +106,13 @@ async def try_sandbox(client: ControlClient, subject: Subject) -> list[Finding]:
     except _NotStartedError as error:
         remedy = "opificia control status; opificia images build"
         return [Finding("sandbox", "a probe sandbox runs", False, str(error), remedy)]
-    return [Finding("sandbox", "a probe sandbox runs", True, probe.id), *_findings(output, ended)]
+    findings = _findings(output, ended)
+    if subject.heard_datagram():
+        # The host's own word: the answer need not have come back.
+        title, remedy = CHECKS["host_datagrams"]
+        heard = Finding("sandbox", title, False, "a datagram of the sandbox came to the host", remedy)
+        findings = [heard if each.check == title else each for each in findings]
+    return [Finding("sandbox", "a probe sandbox runs", True, probe.id), *findings]
 
 
 class _NotStartedError(Exception):
@@ -186,6 +196,7 @@ async def _config(client: ControlClient, subject: Subject, probe: SessionView, s
     config: dict[str, Any] = {
         "addresses": subject.addresses,
         "ports": subject.ports,
+        "udp_ports": subject.udp_ports,
         "sibling": served.get(sibling.id, ""),
         "sibling_port": SIBLING_PORT,
         "sibling_session": sibling.id,

@@ -1,5 +1,7 @@
 """The doctor's own eyes: its probe sees what is open, and what it does not say is not well."""
 
+import asyncio
+import dataclasses
 import hashlib
 import socket
 from pathlib import Path
@@ -7,9 +9,20 @@ from pathlib import Path
 import pytest
 
 from control.api.types import Health
+from control.cli import doctor
+from control.cli.doctor import _settled as settled
 from control.client import ControlClient
-from control.doctor import probe
-from control.doctor.host import addresses, daemon_findings, image_findings, listening_ports, model_key, registry
+from control.doctor import probe, trial
+from control.doctor.datagrams import DatagramPort
+from control.doctor.host import (
+    addresses,
+    daemon_findings,
+    datagram_ports,
+    image_findings,
+    listening_ports,
+    model_key,
+    registry,
+)
 from control.doctor.trial import CHECKS, Subject, _findings, try_sandbox
 from tests.control.conftest import Host, until
 
@@ -22,6 +35,32 @@ def test_the_probe_sees_an_open_port_among_closed_ones() -> None:
         found = probe.unreached([("127.0.0.1", closed), ("127.0.0.1", port)] * 700)
         assert found[0] is False
         assert f"127.0.0.1:{port}" in found[1]
+
+
+def test_the_probe_hears_a_udp_port_that_answers_and_one_that_nobody_has() -> None:
+    with DatagramPort() as port, socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as silent:
+        silent.bind(("127.0.0.1", 0))
+        assert port.port in datagram_ports()
+        told = {"addresses": ["127.0.0.1"], "udp_ports": [silent.getsockname()[1]]}
+        assert probe.host_datagrams(told) == (True, "1 sent, none answered")
+        assert not port.heard
+        told["udp_ports"].append(port.port)
+        assert probe.host_datagrams(told) == (False, f"answered: 127.0.0.1:{port.port}")
+        assert port.heard == 1
+    # Where nobody listens, the host's kernel says so: the host was reached.
+    assert probe.host_datagrams(told)[0] is False
+
+
+async def test_a_datagram_that_came_to_the_host_is_a_hole_whatever_the_probe_says(
+    host: Host, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await until(lambda: host.control.link.connected, "the gateway")
+    monkeypatch.setattr(trial, "_source", lambda: 'print(\'{"check":"host_datagrams","ok":true,"detail":"none"}\')')
+    subject = Subject("sandbox", (), (), 1, "registry.example")
+    for heard in (False, True):
+        found = await try_sandbox(client, dataclasses.replace(subject, heard_datagram=lambda heard=heard: heard))
+        assert [each.ok for each in found if each.check == "no UDP port of the host is reached"] == [not heard], found
+    await until(lambda: not host.manager.records(), "the clean-up")
 
 
 def test_the_probe_finds_a_key_by_its_digest_alone() -> None:
@@ -45,6 +84,24 @@ def test_what_the_probe_does_not_say_is_not_well() -> None:
     silent = [each for each in found.values() if not each.ok]
     assert len(silent) == len(CHECKS) - 1
     assert all("exit code 137" in each.detail and each.remedy for each in silent)
+
+
+async def test_a_gateway_that_is_just_coming_back_is_waited_for(host: Host, client: ControlClient) -> None:
+    await host.gateway.stop()
+    await until(lambda: not host.control.link.connected, "the loss of the gateway")
+    assert any("gateway" in each for each in (await client.health()).problems)
+    settling = asyncio.create_task(settled(client))
+    await host.gateway.start()
+    assert (await settling).problems == ()
+
+
+async def test_a_gateway_that_stays_away_is_told(
+    host: Host, client: ControlClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_SETTLE_S", 0.0)
+    await host.gateway.stop()
+    await until(lambda: not host.control.link.connected, "the loss of the gateway")
+    assert any("gateway" in each for each in (await settled(client)).problems)
 
 
 async def test_a_probe_sandbox_that_cannot_start_is_one_finding_and_leaves_nothing(

@@ -36,6 +36,15 @@ def host(engine: PrivateEngine, model: Model) -> Iterator[PrivateHost]:
         yield private
 
 
+@pytest.fixture(autouse=True)
+def whole_again(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Whatever a test did to the host's daemons or rules, the next one finds it whole."""
+    yield
+    private = request.node.funcargs.get("host")
+    if isinstance(private, PrivateHost):
+        private.wait_ready()
+
+
 @pytest.fixture(scope="package")
 def network() -> NetworkSettings:
     return NetworkSettings()

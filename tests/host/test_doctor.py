@@ -1,7 +1,6 @@
 """`opificia doctor` on a real host: all is well, it leaves nothing, and it sees the walls that are taken away."""
 
 import json
-import time
 from typing import Any
 
 from control.doctor.trial import CHECKS
@@ -14,9 +13,8 @@ from tests.support.hostside import NEIGHBOUR_RULES, without_rules
 MACHINE = ("clock", "disk", "sysctl fs.pipe-user-pages-soft", "sysctl net.core.somaxconn")
 
 
-def examined(host: PrivateHost) -> tuple[int, dict[str, dict[str, Any]], float]:
-    """Run the doctor; return its exit code, its findings by check, and the seconds it took."""
-    begun = time.monotonic()
+def examined(host: PrivateHost) -> tuple[int, dict[str, dict[str, Any]]]:
+    """Run the doctor; return its exit code and its findings by check."""
     settings = (
         "--config",
         str(host.root / "etc/control.toml"),
@@ -25,16 +23,15 @@ def examined(host: PrivateHost) -> tuple[int, dict[str, dict[str, Any]], float]:
     )
     done = host.cli("doctor", *settings, "--json", check=False)
     findings = {each["check"]: each for each in json.loads(done.stdout)}
-    return done.returncode, findings, time.monotonic() - begun
+    return done.returncode, findings
 
 
 def test_a_host_in_order_passes_every_check_and_nothing_is_left(host: PrivateHost) -> None:
-    _, findings, seconds = examined(host)
+    _, findings = examined(host)
     assert [each for each in findings.values() if not each["ok"] and each["check"] not in MACHINE] == []
     assert {title for title, _ in CHECKS.values()} < findings.keys()
     assert "for it" in findings["the operator's model key is nowhere"]["detail"]
     assert len([check for check in findings if check.startswith("image ")]) == 3
-    assert seconds < 30
     ended = json.loads(host.cli("sessions", "--limit", "2", "--json").stdout)["sessions"]
     assert all(each["reason"] == "stopped_by_user" or each["ending"] == "stopped_by_user" for each in ended)
 
@@ -43,7 +40,7 @@ def test_a_wall_that_is_gone_is_seen_and_a_remedy_is_named(
     host: PrivateHost, engine: PrivateEngine, network: NetworkSettings
 ) -> None:
     with without_rules(engine, network, NEIGHBOUR_RULES):
-        code, findings, _ = examined(host)
+        code, findings = examined(host)
     assert code == 1
     # The daemon sees it as well: it launches nothing, so nothing is tried.
     assert not findings["a probe sandbox runs"]["ok"] or not findings["no other sandbox is reached"]["ok"]

@@ -112,10 +112,11 @@ class PrivateHost:
         return self.root / "var/log/opificia/egress"
 
     def start(self) -> None:
-        """Build or load the images, prepare the host, start both daemons; each is ready when this returns."""
+        """Build or load the images, prepare the host, start both daemons; sandboxes can be launched when this returns."""
         self.prepare()
         self.gateway.start()
         self.control.start()
+        self.wait_ready()
 
     def prepare(self) -> list[str]:
         """Do what Ansible has `opificia images build` and `opificia host prepare` do; returns the changes."""
@@ -130,10 +131,16 @@ class PrivateHost:
         """Tell whether control finds nothing wrong."""
         return not health(self.api).problems
 
+    def wait_ready(self) -> None:
+        """Wait until control finds nothing wrong: it is connected to the gateway, and has looked at the firewall again.
+
+        A daemon that was just started has not done so yet, and what a test took away and put back it may not have seen.
+        """
+        wait_until(self.is_ready, "a host ready for sandboxes", timeout_s=30)
+
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
         """Wait until the host is ready, launch a session, and wait until its runner is connected."""
-        # Control looks at the firewall every few seconds; what a test took away and put back it may not have seen yet.
-        wait_until(self.is_ready, "a host ready for sandboxes", timeout_s=20)
+        self.wait_ready()
         return Sandbox.launch(self.api, self.engine, spec)
 
     def stop(self) -> None:
