@@ -54,6 +54,10 @@ class Database:
             # Ask before each use whether a pooled connection still lives: the database may have been restarted.
             options = {"pool_pre_ping": True, "connect_args": {"connect_timeout": max(2, int(call_timeout_s))}}
         self.engine: Final[AsyncEngine] = create_async_engine(parsed.set(drivername=driver), **options)
+        self._reader = self.engine
+        if driver == _DRIVERS["postgresql"]:
+            # One query sees one state of the database anyway; a transaction around it would be two more round trips.
+            self._reader = self.engine.execution_options(isolation_level="AUTOCOMMIT")
         if driver == _DRIVERS["sqlite"]:
             sa_event.listen(self.engine.sync_engine, "connect", _prepare_sqlite)
 
@@ -100,7 +104,7 @@ class Database:
         """Return the rows of a query."""
 
         async def work() -> Sequence[Any]:
-            async with self.engine.connect() as connection:
+            async with self._reader.connect() as connection:
                 rows: Sequence[Any] = (await connection.execute(query)).all()
                 return rows
 

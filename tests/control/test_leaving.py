@@ -3,11 +3,13 @@
 import asyncio
 import json
 import logging
+from collections.abc import AsyncIterator
 
 import pytest
 from aiohttp import web
 
 from control.api.problems import problem_middleware
+from control.api.types import EventView
 from control.client import ControlClient, ControlUnavailableError
 from control.db.database import StoreUnavailableError
 from control.plan.session import SessionState
@@ -93,10 +95,9 @@ async def test_a_stream_that_fails_in_the_middle_is_broken_off_and_not_whole(
         raise StoreUnavailableError("the database is away")
 
     monkeypatch.setattr(host.manager.store, "events", away)
+    await host.manager.stop(session, 0)
     with pytest.raises(ControlUnavailableError):
-        await host.manager.stop(session, 0)
-        async for _ in following:
-            pass
+        await drained(following)
     monkeypatch.undo()
     await host.ended(session)
 
@@ -109,6 +110,11 @@ async def test_a_malformed_request_has_its_answer_and_no_traceback_in_the_log(
     assert (await reader.read()).startswith(b"HTTP/1.0 400")
     writer.close()
     assert failures(caplog) == []
+
+
+async def drained(events: AsyncIterator[EventView]) -> None:
+    async for _ in events:
+        pass
 
 
 def streaming() -> list[str]:
