@@ -1,8 +1,8 @@
 """How soon a session's runner says hello, and what a hundred sessions leave behind. Needs root, as the tests with an engine do.
 
 Start: from the request to the runner's hello, one session and eight at once, in interleaved rounds on one private engine,
-against the engine's own create and start of the same container (its configuration read back from a live sandbox) to its first
-output; against `docker run` of the same image, which has none of the protection; and against `docker exec` in a sandbox that
+against the engine's own create and start of the same container (its configuration read back from a live sandbox, with a volume
+of its own that is made before and mounted at the start) to its first output; against `docker run` of the same image, which has none of the protection; and against `docker exec` in a sandbox that
 is there already. Every start is cold: nothing is made in advance.
 Many: a hundred sessions, eight at a time, each with its log, its exit code and its result; afterwards no container, volume, loop
 device, grant or place may be left, and control's memory must not have grown with their number.
@@ -25,7 +25,11 @@ import docker
 from bench.processes import cpu_seconds, rss_bytes
 from bench.records import Record, Run
 from control.api.types import SessionView
+from control.app import host_id
 from control.client import ControlClient
+from control.config import load_config
+from control.docker.service import DockerService
+from control.docker.volumes import volume_name
 from control.plan.container import membership
 from control.plan.network import NetworkSettings
 from control.plan.session import Reason, RunnerConnected
@@ -49,6 +53,7 @@ ABOUT: Final = {
     "docker-run": "docker run --network none of the same image, not hardened, echo",
     "docker-exec": "docker exec in a running sandbox, echo",
 }
+_TWINS: Final = (ENGINE, "engine-echo")
 _IMAGE: Final = "opificia-sandbox:latest"
 _WAIT_S: Final = 120.0
 _SETTINGS: Final[dict[str, dict[str, Any]]] = {
@@ -67,6 +72,13 @@ class Bench:
         self._engine = engine
         self._control = control
         self._client = client
+        self._config = load_config(host.root / "etc/control.toml")
+        self._service = DockerService(
+            self._config.docker,
+            host_id(self._config.data),
+            limits=self._config.limits,
+            sandbox=self._config.sandbox,
+        )
         self._run = run_
         # asyncio's own pool has only a few more threads than there are cores.
         self._threads = ThreadPoolExecutor(AT_ONCE)
@@ -98,14 +110,26 @@ class Bench:
                         self._run.records.append(record)
         await self._end(model.id)
 
+    async def close(self) -> None:
+        """End the connections to the engine."""
+        await self._service.close()
+
     async def _start(self, begin: Callable[[str], Awaitable[float]], at_once: int, record: Record) -> None:
+        names = [f"twin-{record.round}-{record.peer}-{place}" for place in range(at_once)]
+        if record.peer in _TWINS:
+            # Making a volume is not the engine's work; mounting it at the start is.
+            limits = self._config.limits
+            for name in names:
+                await self._service.create_out_volume(name, limits.out_bytes, limits.out_files)
         cpu, began = cpu_seconds([self._host.control.pid]), time.monotonic()
-        taken = await asyncio.gather(*(begin(f"twin-{record.round}-{record.peer}-{place}") for place in range(at_once)))
+        taken = await asyncio.gather(*(begin(name) for name in names))
         if record.peer == OURS:
             # With the end and the clean-up of each.
             record.values["control_cpu_ms"] = (cpu_seconds([self._host.control.pid]) - cpu) * 1000 / at_once
         record.values |= {"ms": statistics.median(taken) * 1000, "max_ms": max(taken) * 1000}
         record.raw = {"ms": [round(each * 1000, 1) for each in taken], "seconds": time.monotonic() - began}
+        for name in names if record.peer in _TWINS else ():
+            await self._service.remove_out_volume(name)
 
     async def many(self, count: int) -> None:
         """Run `count` sessions and look for what they leave."""
@@ -179,7 +203,12 @@ class Bench:
         network = NetworkSettings()
         # From the far end of the network, where no sandbox is yet.
         address = IPv4Address(int(network.network.broadcast_address) - 1 - place)
-        whole = {**body, "Entrypoint": list(program), **membership(network, address)}
+        mounts = [
+            {**mount, "Source": volume_name(name)} if mount["Type"] == "volume" else mount
+            for mount in body["HostConfig"]["Mounts"]
+        ]
+        limits = {**body["HostConfig"], "Mounts": mounts}
+        whole = {**body, "HostConfig": limits, "Entrypoint": list(program), **membership(network, address)}
         return await asyncio.get_running_loop().run_in_executor(self._threads, self._first_output, whole, name)
 
     def _first_output(self, body: dict[str, Any], name: str) -> float:
@@ -258,9 +287,8 @@ def _host() -> Iterator[tuple[Any, Any]]:
         yield host, engine
 
 
-async def _measure(run_: Run, starts: int, sessions: int, say: Callable[[str], None]) -> None:
-    say("images, a private engine, and both daemons")
-    with _host() as (host, engine), contextlib.closing(engine.client()) as client:
+def _measure(run_: Run, starts: int, sessions: int, say: Callable[[str], None]) -> None:
+    async def work(host: Any, engine: Any, client: docker.DockerClient) -> None:
         async with ControlClient(host.api) as control:
             bench = Bench(host, engine, control, client, run_)
             if starts:
@@ -268,6 +296,11 @@ async def _measure(run_: Run, starts: int, sessions: int, say: Callable[[str], N
             if sessions:
                 say(f"{sessions} sessions, {AT_ONCE} at a time")
                 await bench.many(sessions)
+            await bench.close()
+
+    say("images, a private engine, and both daemons")
+    with _host() as (host, engine), contextlib.closing(engine.client()) as client:
+        asyncio.run(work(host, engine, client))
 
 
 def expected_s(starts: int, sessions: int) -> float:
@@ -279,4 +312,4 @@ def run(run_: Run, starts: int, sessions: int, say: Callable[[str], None]) -> No
     """Measure `starts` rounds of starts, then `sessions` sessions. Raises RuntimeError when no private engine can run."""
     if os.geteuid() != 0:
         raise RuntimeError("a private engine needs root")
-    asyncio.run(_measure(run_, starts, sessions, say))
+    _measure(run_, starts, sessions, say)

@@ -1,6 +1,6 @@
-"""What a launch needs before its container can be made: a host that is ready, an image, input, a volume, a grant.
+"""What a launch needs: image, input and a volume's name to make its container, a host that is ready and a grant to start it.
 
-All of it side by side, each with a reason of its own when it fails. Nothing is started here.
+What needs not wait for another is done side by side, each with a reason of its own when it fails. Nothing is started here.
 """
 
 import asyncio
@@ -73,13 +73,10 @@ class Launch:
     async def prepare(self, token: str) -> tuple[ContainerPlan, str]:
         """Return the container to make and the id of its image. Raises EndError, EngineError."""
         services, record, spec = self._services, self.record, self.record.spec
-        # Side by side: each takes the engine, the disk or the gateway some tens of milliseconds.
         try:
             async with asyncio.TaskGroup() as group:
-                group.create_task(self._require_host())
                 finding_image = group.create_task(self._image())
                 finding_in_dir = group.create_task(self._in_dir())
-                group.create_task(self._grant())
                 naming_volume = group.create_task(services.engine.declare_out_volume(record.id))
         except ExceptionGroup as failed:
             raise _telling(failed) from failed
@@ -111,6 +108,18 @@ class Launch:
             )
         )
         return plan, image.id
+
+    async def permit(self) -> None:
+        """Return when the container may be started: the host's walls stand, and the gateway has acknowledged the grant.
+
+        Takes as long as making the container, which is nothing without its start. Raises EndError, EngineError.
+        """
+        try:
+            async with asyncio.TaskGroup() as group:
+                group.create_task(self._require_host())
+                group.create_task(self._grant())
+        except ExceptionGroup as failed:
+            raise _telling(failed) from failed
 
     async def make_volume(self) -> None:
         """Make what /out is mounted from. Takes as long as making the container, which needs only its name."""

@@ -119,34 +119,35 @@ class Life:
 
     async def _launch(self) -> None:
         launch = Launch(self.record, self._services)
-        plan, image_id = await launch.prepare(self._token)
-        self._token = ""
-        container = await self._create(launch, plan, image_id)
+        # Both take longer than the container's making, which needs only the volume's name; its start needs all of it.
+        volume = asyncio.create_task(launch.make_volume(), name=f"volume-{self.record.id}")
+        permit = asyncio.create_task(launch.permit(), name=f"permit-{self.record.id}")
+        try:
+            plan, image_id = await launch.prepare(self._token)
+            self._token = ""
+            if permit.done():
+                # What may not start is not made.
+                permit.result()
+            container = await whole(self._create(plan, image_id))
+            await permit
+            await asyncio.shield(volume)
+        finally:
+            permit.cancel()
+            # Half of a volume cannot be taken down.
+            await whole(asyncio.gather(volume, permit, return_exceptions=True))
         await whole(self._start(container))
 
     async def _start(self, container: str) -> None:
         await self._services.engine.start(container)
         self._started = True
 
-    async def _create(self, launch: Launch, plan: ContainerPlan, image_id: str) -> str:
-        """Make the container and record it, both or neither, whatever is cancelled meanwhile; its volume beside it."""
-
-        async def create() -> str:
-            container = await self._services.engine.create(plan)
-            # Attached while the disk takes note: the start waits for both.
-            self._follow_logs(container)
-            await self._services.recorder.record(self.record, ContainerCreated(container, image_id))
-            return container
-
-        async def create_both() -> str:
-            container, volume = await asyncio.gather(create(), launch.make_volume(), return_exceptions=True)
-            for failed in (container, volume):
-                if isinstance(failed, BaseException):
-                    raise failed
-            assert isinstance(container, str)
-            return container
-
-        return await whole(create_both())
+    async def _create(self, plan: ContainerPlan, image_id: str) -> str:
+        """Make the container and record it. To be seen through: both happen, or neither."""
+        container = await self._services.engine.create(plan)
+        # Attached while the disk takes note: the start waits for both.
+        self._follow_logs(container)
+        await self._services.recorder.record(self.record, ContainerCreated(container, image_id))
+        return container
 
     def _follow_logs(self, container: str) -> None:
         loop, logged = asyncio.get_running_loop(), self.record.logged

@@ -248,6 +248,31 @@ async def test_nothing_starts_on_a_host_that_is_not_ready(stopped_host: Host) ->
     assert await refused(stopped_host) == (Reason.HOST_NOT_READY, stopped_host.host_problems[0])
 
 
+async def test_a_container_is_started_only_when_the_host_is_looked_at_and_the_grant_acknowledged(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looked = asyncio.Event()
+
+    async def problems() -> list[str]:
+        await looked.wait()
+        return []
+
+    monkeypatch.setattr(host.control._host, "_verify", problems)
+    monkeypatch.setattr(host.control._host, "_until", 0.0)
+    host.gateway.answering.clear()
+    session = await host.launch("true")
+    record = host.manager.record(session)
+    assert record is not None
+    for step in (looked, host.gateway.answering):
+        await until(lambda: bool(record.life.container) and not record.unstored, "the container")
+        # Turns enough for a start that waits for nothing.
+        for _ in range(100):
+            await asyncio.sleep(0)
+        assert "start" not in host.engine.calls
+        step.set()
+    assert (await host.ended(session)).life.reason is Reason.EXIT_CODE
+
+
 async def test_a_grant_that_the_gateway_refuses_ends_the_launch(host: Host) -> None:
     host.gateway.refuse["*"] = ("allow: 'x:y' is not a rule",)
     assert await refused(host) == (Reason.GRANT_REFUSED, "allow: 'x:y' is not a rule")

@@ -18,13 +18,14 @@ attached() {
     losetup --noheadings --output NAME --associated "$image" | head -n 1
 }
 
+# A sandbox's start waits for this: no program is run that need not be.
 attach() {
-    device=$(attached)
+    device=$1
     if [ -z "$device" ]; then
         # Another attach may take the device between look-up and use; losetup then says busy.
         device=$(losetup --find --show "$image" || losetup --find --show "$image" || losetup --find --show "$image")
     fi
-    mkdir -p /dev/opificia
+    [ -d /dev/opificia ] || mkdir -p /dev/opificia
     ln -sfn "$device" "$link"
     echo "$link"
 }
@@ -41,7 +42,9 @@ remove() {
 
 case $1 in
 create)
-    if ! [ -e "$image" ]; then
+    if [ -e "$image" ]; then
+        attach "$(attached)"
+    else
         truncate --size "$3" "$image.new"
         # A journal of 4 MiB keeps results through a crash of the host; nothing is reserved for root.
         mkfs.ext4 -q -F -m 0 -N "$4" -J size=4 -E "root_owner=$5:$6,lazy_itable_init=1,lazy_journal_init=1,nodiscard" \
@@ -49,10 +52,10 @@ create)
         # lost+found belongs to root and would be listed among the session's results.
         debugfs -w -R "rmdir lost+found" "$image.new" >/dev/null 2>&1
         mv "$image.new" "$image"
+        attach ""
     fi
-    attach
     ;;
-attach) attach ;;
+attach) attach "$(attached)" ;;
 remove) remove ;;
 *)
     echo "opificia-volumes: no such action: $1" >&2
