@@ -123,7 +123,7 @@ class Ways:
                     if not found < expected:
                         break
                     found = self.open()
-                assert found == expected, rules
+                assert found == expected, f"without {', '.join(rules)}: {sorted(found ^ expected)}"
 
     @contextlib.contextmanager
     def without_bridge_netfilter(self) -> Iterator[None]:

@@ -18,8 +18,70 @@ BIN: Final = Path(sys.executable).parent
 # A package index on the private engine's own side.
 PORT: Final = 8080
 INDEX: Final = f"{Machine.outside}:{PORT}"
+# What gives back every byte.
+ECHO_PORT: Final = 8082
+ECHO: Final = f"{Machine.outside}:{ECHO_PORT}"
 IMAGE: Final = "opificia-sandbox:latest"
 KEY: Final = "sk-test-of-a-deployment"
+WELL: Final = ["HTTP/1.1 200", "megabytes came back as they were sent"]
+
+# Until it is told that it is enough: tries the same CONNECT again and again, and beside it sends random bytes through one
+# tunnel and compares what comes back. Then it says how often what came out.
+_CONNECT: Final = """
+import base64, os, socket, sys, threading, time
+from urllib.parse import urlsplit
+proxy = urlsplit(os.environ["HTTPS_PROXY"])
+credentials = base64.b64encode(f"{proxy.username}:{proxy.password}".encode()).decode()
+found = {"HTTP/1.1 200": 0, "megabytes came back as they were sent": 0}
+def is_enough():
+    return os.path.exists("/work/enough")
+def count(what):
+    found[what] = found.get(what, 0) + 1
+def connect(target):
+    connection = socket.create_connection((proxy.hostname, proxy.port), timeout=60)
+    head = f"CONNECT {target} HTTP/1.1\\r\\nHost: {target}\\r\\nProxy-Authorization: Basic {credentials}\\r\\n\\r\\n"
+    connection.sendall(head.encode())
+    answer = b""
+    while not answer.endswith(b"\\r\\n\\r\\n"):
+        byte = connection.recv(1)
+        if not byte:
+            raise OSError("closed after " + repr(answer))
+        answer += byte
+    return connection, answer[:12].decode()
+def keep_one():
+    try:
+        connection, _ = connect(sys.argv[2])
+        while not is_enough():
+            data = os.urandom(1 << 20)
+            sending = threading.Thread(target=connection.sendall, args=(data,))
+            sending.start()
+            back = bytearray()
+            while len(back) < len(data):
+                piece = connection.recv(1 << 20)
+                if not piece:
+                    raise OSError("the tunnel was closed")
+                back += piece
+            sending.join()
+            count("megabytes came back as they were sent" if back == data else "other bytes came back")
+            time.sleep(0.05)
+        connection.shutdown(socket.SHUT_WR)
+        if connection.recv(1):
+            count("more came back")
+    except OSError as error:
+        count("tunnel: " + str(error))
+keeping = threading.Thread(target=keep_one)
+keeping.start()
+while not is_enough():
+    try:
+        connection, answer = connect(sys.argv[1])
+        connection.close()
+    except OSError as error:
+        answer = str(error)
+    count(answer)
+    time.sleep(0.02)
+keeping.join()
+print(found, flush=True)
+"""
 
 
 class Site:
@@ -52,7 +114,9 @@ class Site:
             "verify_doctor": False,
             "gateway_model_api_key": KEY,
             "gateway_settings": {
-                "egress.trusted": [{"hosts": [target.outside], "ports": [PORT], "network": f"{target.outside}/32"}]
+                "egress.trusted": [
+                    {"hosts": [target.outside], "ports": [PORT, ECHO_PORT], "network": f"{target.outside}/32"}
+                ]
             },
         }
         group = {"hosts": dict.fromkeys(hosts, connection), "vars": settings}
@@ -137,7 +201,7 @@ class Site:
 
     def start_session(self, name: str, *command: str) -> "subprocess.Popen[str]":
         """Start a session that may reach the index, and wait until its command runs."""
-        arguments = ("--network=open", f"--allow={INDEX}", f"--name={name}", "--quiet")
+        arguments = ("--network=open", f"--allow={INDEX}", f"--allow={ECHO}", f"--name={name}", "--quiet")
         process = self.machine.spawn(
             *("runuser", "--user=alice", "--", "opificia", "run", IMAGE, *arguments, "--"), *command
         )
@@ -156,9 +220,13 @@ class Site:
         arguments = ("--network=open", f"--allow={INDEX}", "--quiet", "--", "python3", "-c", probe)
         self.opificia("run", IMAGE, *arguments, *expected)
 
-    def answers(self, name: str, session: "subprocess.Popen[str]") -> list[str]:
-        """End a session that keeps connecting; return the different answers that it got, as the attached command saw it."""
+    def start_connecting(self, name: str) -> "subprocess.Popen[str]":
+        """Start a session that connects to INDEX again and again, and keeps one connection to ECHO busy."""
+        return self.start_session(name, "python3", "-c", _CONNECT, INDEX, ECHO)
+
+    def found(self, name: str, session: "subprocess.Popen[str]") -> list[str]:
+        """End a session that connects; return how its connections fared, each outcome once, as the attached command saw it."""
         self.in_sandbox(name, "touch", "/work/enough")
-        said, _ = session.communicate(timeout=60)
+        said, _ = session.communicate(timeout=120)
         assert session.returncode == 0, said
-        return re.findall(r"'([^']*)': \d+", said)
+        return re.findall(r"'([^']*)': [1-9]", said)

@@ -4,6 +4,7 @@ One machine and one pass: each test goes on from what the one before it left, so
 What a step took is printed at the end.
 """
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import pytest
 from control.plan.network import NetworkSettings
 from tests.host.deploy_machine import Machine, MachineError, machine, missing_programs
 from tests.host.deploy_paths import SERVE, ways_of_packets
-from tests.host.deploy_site import BIN, IMAGE, INDEX, KEY, PORT, Site
+from tests.host.deploy_site import BIN, ECHO_PORT, IMAGE, INDEX, KEY, PORT, WELL, Site
 from tests.support.engine import PrivateEngine
 from tests.support.hostside import listening
 from tests.support.processes import spawn, stop, wait_until
@@ -39,27 +40,6 @@ pytestmark = [
     ),
 ]
 
-# Tries the same CONNECT again and again until it is told that it is enough, then says how often it was answered and what else came.
-_KEEP_CONNECTING: Final = """
-import base64, os, socket, sys, time
-from urllib.parse import urlsplit
-proxy = urlsplit(os.environ["HTTPS_PROXY"])
-credentials = base64.b64encode(f"{proxy.username}:{proxy.password}".encode()).decode()
-request = f"CONNECT {sys.argv[1]} HTTP/1.1\\r\\nHost: {sys.argv[1]}\\r\\nProxy-Authorization: Basic {credentials}\\r\\n\\r\\n"
-print("connecting", flush=True)
-answers = {}
-while not os.path.exists("/work/enough"):
-    try:
-        with socket.create_connection((proxy.hostname, proxy.port), timeout=20) as connection:
-            connection.sendall(request.encode())
-            answer = connection.makefile("rb").readline().decode()[:12] or "closed"
-    except OSError as error:
-        answer = str(error)
-    answers[answer] = answers.get(answer, 0) + 1
-    time.sleep(0.02)
-print(answers, flush=True)
-"""
-
 _steps: list[tuple[str, float]] = []
 
 
@@ -71,35 +51,31 @@ def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def site(engine: PrivateEngine, scratch: Path, request: pytest.FixtureRequest) -> Iterator[Site]:
     started = time.monotonic()
-    with machine(engine, scratch) as target:
-        target.run("useradd", "--create-home", "alice")
-        made = Site(target, scratch)
-        made.bundle()
-        index = spawn(
-            target.engine.in_network(
-                [
-                    sys.executable,
-                    "-m",
-                    "http.server",
-                    str(PORT),
-                    "--bind",
-                    target.outside,
-                    "--directory",
-                    str(_index(scratch)),
-                ]
-            ),
-            log=subprocess.DEVNULL,
-        )
-        try:
+    try:
+        with machine(engine, scratch) as target, _outside(engine, scratch):
+            target.run("useradd", "--create-home", "alice")
+            made = Site(target, scratch)
+            made.bundle()
             _steps.append(("machine and release", time.monotonic() - started))
             yield made
-        finally:
-            stop(index)
-            reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-            if reporter is not None:
-                reporter.write_line("")
-                for name, seconds in _steps:
-                    reporter.write_line(f"{seconds / 60:6.2f} min  {name}")
+    finally:
+        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
+        if reporter is not None:
+            reporter.write_line("")
+            for name, seconds in _steps:
+                reporter.write_line(f"{seconds / 60:6.2f} min  {name}")
+
+
+@contextlib.contextmanager
+def _outside(engine: PrivateEngine, scratch: Path) -> Iterator[None]:
+    """Run what sandboxes may reach: a package index, and what gives back every byte."""
+    serve = ["-m", "http.server", str(PORT), "--bind", Machine.outside, f"--directory={_index(scratch)}"]
+    index = spawn(engine.in_network([sys.executable, *serve]), log=subprocess.DEVNULL)
+    try:
+        with listening(engine, "echo", ECHO_PORT):
+            yield
+    finally:
+        stop(index)
 
 
 @pytest.fixture(autouse=True)
@@ -252,16 +228,16 @@ def test_flushed_rules_forbid_launches_and_come_back_by_themselves(site: Site) -
     assert "loaded the firewall rules" in target.run("journalctl", "--unit=opificia-firewall", "--no-pager")
 
 
-def test_no_connection_fails_while_units_restart_and_sessions_outlive_every_daemon(site: Site) -> None:
+def test_a_restart_of_any_unit_refuses_no_connection_and_cuts_neither_tunnel_nor_session(site: Site) -> None:
     target = site.machine
-    session = site.start_session("steady", "python3", "-c", _KEEP_CONNECTING, INDEX)
+    session = site.start_connecting("steady")
     for unit in _DAEMONS:
         before = target.await_unit(unit)
         target.run("systemctl", "restart", unit)
         target.await_unit(unit, not_pid=before)
         wait_until(site.in_order, f"a host in order after {unit}", timeout_s=30)
     target.run("systemctl", "restart", "opificia-firewall.service", "opificia-firewall.timer")
-    assert site.answers("steady", session) == ["HTTP/1.1 200"]
+    assert site.found("steady", session) == WELL
 
 
 def test_sessions_outlive_a_killed_daemon(site: Site) -> None:
@@ -326,7 +302,7 @@ def test_an_external_database_is_used_by_its_url_alone(site: Site) -> None:
         target.run("pg_dropcluster", "--stop", "15", "second")
 
 
-def test_an_upgrade_cuts_no_session_and_goes_back_again(site: Site) -> None:
+def test_an_upgrade_and_the_way_back_cut_neither_tunnel_nor_session(site: Site) -> None:
     target = site.machine
     # What earlier upgrades left: more releases than are kept, and the images of one that goes.
     for old in ("0.0.1", "0.0.2", "0.0.3"):
@@ -334,7 +310,7 @@ def test_an_upgrade_cuts_no_session_and_goes_back_again(site: Site) -> None:
     target.run("sh", "-c", f"touch {_IMAGES}/sandbox-0123456789abcdef.tar")
     images = set(target.run("ls", _IMAGES).split()) - {"sandbox-0123456789abcdef.tar"}
     site.bundle(_NEXT)
-    session = site.start_session("upgraded", "python3", "-c", _KEEP_CONNECTING, INDEX)
+    session = site.start_connecting("upgraded")
     site.play("site.yml", opificia_version=_NEXT)
     assert site.version() == _NEXT
     assert site.in_sandbox("upgraded", "echo", "alive") == "alive"
@@ -343,7 +319,7 @@ def test_an_upgrade_cuts_no_session_and_goes_back_again(site: Site) -> None:
     site.play("site.yml", opificia_version="0.1.0")
     assert site.version() == "0.1.0"
     target.await_unit("opificia-firewall.timer")
-    assert site.answers("upgraded", session) == ["HTTP/1.1 200"]
+    assert site.found("upgraded", session) == WELL
 
 
 def test_uninstalling_leaves_the_machine_as_it_was(site: Site) -> None:

@@ -4,11 +4,13 @@ A path that is closed proves nothing unless somebody listens at its end, and unl
 
     python -m tests.support.hostside tcp 8000       answers every connection with GREETING
     python -m tests.support.hostside udp 8000       the same for packets
+    python -m tests.support.hostside echo 8000      gives back what it is sent
     python -m tests.support.hostside dns 53         answers every name, prints each query
 """
 
 import asyncio
 import contextlib
+import socket
 import subprocess
 import sys
 import tempfile
@@ -109,17 +111,27 @@ async def _tcp(port: int) -> None:
 
 
 async def _udp(port: int) -> None:
-    class Greet(asyncio.DatagramProtocol):
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            assert isinstance(transport, asyncio.DatagramTransport)
-            self.transport = transport
+    loop = asyncio.get_running_loop()
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as own:
+        own.setblocking(False)
+        own.bind(("0.0.0.0", port))
+        print("ready", flush=True)
+        while True:
+            _, whence = await loop.sock_recvfrom(own, 1000)
+            await loop.sock_sendto(own, GREETING.encode(), whence)
 
-        def datagram_received(self, data: bytes, addr: tuple[str, int]) -> None:
-            self.transport.sendto(GREETING.encode(), addr)
 
-    await asyncio.get_running_loop().create_datagram_endpoint(Greet, local_addr=("0.0.0.0", port))
-    print("ready", flush=True)
-    await asyncio.Event().wait()
+async def _echo(port: int) -> None:
+    async def give_back(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError):
+            while data := await reader.read(256 * 1024):
+                writer.write(data)
+                await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(give_back, "0.0.0.0", port):
+        print("ready", flush=True)
+        await asyncio.Event().wait()
 
 
 async def _dns(port: int) -> None:
@@ -130,4 +142,4 @@ async def _dns(port: int) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run({"tcp": _tcp, "udp": _udp, "dns": _dns}[sys.argv[1]](int(sys.argv[2])))
+    asyncio.run({"tcp": _tcp, "udp": _udp, "echo": _echo, "dns": _dns}[sys.argv[1]](int(sys.argv[2])))
