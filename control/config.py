@@ -3,16 +3,14 @@
 from pathlib import Path
 from typing import Final
 
-import msgspec
-
 from control.plan.admission import Capacity
 from control.plan.container import DockerSettings, ImageSettings, SandboxSettings
 from control.plan.host import ForwarderSettings, HostPlan
 from control.plan.network import NetworkSettings
 from control.spec import Bounds
 from gateway.contract.limits import GIB, ControlLimits
-from gateway.runtime.addresses import AddressError, UnixAddress, parse_address
-from gateway.runtime.settings import load
+from gateway.runtime.addresses import UnixAddress, address_problems, parse_address
+from gateway.runtime.settings import Checked, load
 
 DEFAULT_PATH: Final = Path("/etc/opificia/control.toml")
 # Kept for the host itself and the daemons when the operator does not say how much sandboxes may take.
@@ -21,29 +19,7 @@ RESERVED_MEMORY_BYTES: Final = 2 * GIB
 CPU_OVERBOOKING: Final = 4
 
 
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of settings that checks itself: one ValueError, a line for each problem."""
-
-    def __post_init__(self) -> None:
-        if problems := self.problems():
-            raise ValueError("\n".join(problems))
-
-    def problems(self) -> list[str]:
-        """Return every problem as `setting: sentence`."""
-        return []
-
-
-def _address_problem(name: str, text: str, *, unix_only: bool = False) -> list[str]:
-    try:
-        address = parse_address(text)
-    except AddressError as error:
-        return [f"{name}: {error}"]
-    if unix_only and not isinstance(address, UnixAddress):
-        return [f"{name}: {text!r} must be a unix socket, unix:/path: whoever can connect is trusted"]
-    return []
-
-
-class StoreSettings(_Strict, frozen=True):
+class StoreSettings(Checked, frozen=True):
     """`[store]`: the database."""
 
     url: str = "sqlite:////var/lib/opificia/control.db"
@@ -54,7 +30,7 @@ class StoreSettings(_Strict, frozen=True):
         return []
 
 
-class PathSettings(_Strict, frozen=True):
+class PathSettings(Checked, frozen=True):
     """`[paths]`: where sessions' folders lie, where the gateway writes egress logs, the folder with the gateway's door."""
 
     data: str = "/var/lib/opificia"
@@ -69,7 +45,7 @@ class PathSettings(_Strict, frozen=True):
         ]
 
 
-class ListenSettings(_Strict, frozen=True):
+class ListenSettings(Checked, frozen=True):
     """`[listen]`: the API, and the socket to which the gateway hands runners. `tcp` needs a file with a bearer token."""
 
     api: str = "unix:/run/opificia/api/control.sock"
@@ -79,11 +55,11 @@ class ListenSettings(_Strict, frozen=True):
 
     def problems(self) -> list[str]:
         problems = [
-            *_address_problem("api", self.api, unix_only=True),
-            *_address_problem("runner", self.runner, unix_only=True),
+            *address_problems("api", self.api, unix_only=True),
+            *address_problems("runner", self.runner, unix_only=True),
         ]
         if self.tcp:
-            problems += _address_problem("tcp", self.tcp)
+            problems += address_problems("tcp", self.tcp)
             if not self.token_file:
                 problems.append(
                     "token_file: is needed when tcp is set, or anyone who can connect could start containers"
@@ -91,16 +67,16 @@ class ListenSettings(_Strict, frozen=True):
         return problems
 
 
-class GatewaySettings(_Strict, frozen=True):
+class GatewaySettings(Checked, frozen=True):
     """`[gateway]`: the contract socket."""
 
     contract: str = "unix:/run/opificia/contract/gateway.sock"
 
     def problems(self) -> list[str]:
-        return _address_problem("contract", self.contract, unix_only=True)
+        return address_problems("contract", self.contract, unix_only=True)
 
 
-class AdmissionSettings(_Strict, frozen=True):
+class AdmissionSettings(Checked, frozen=True):
     """`[admission]`: what all sandboxes together may take; 0: derived from the host (see `capacity`)."""
 
     memory_bytes: int = 0
@@ -134,7 +110,7 @@ class _Docker(DockerSettings, frozen=True, forbid_unknown_fields=True, kw_only=T
             raise ValueError("\n".join(problems))
 
 
-class ControlConfig(_Strict, frozen=True):
+class ControlConfig(Checked, frozen=True):
     """control.toml."""
 
     store: StoreSettings = StoreSettings()

@@ -6,8 +6,6 @@ from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 
-import msgspec
-
 from gateway.contract.ids import is_session_id, is_sha256, token_sha256
 from gateway.contract.limits import GatewayLimits
 from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel, budget_problems
@@ -15,36 +13,13 @@ from gateway.core.authority import AuthorityError, parse_authority
 from gateway.core.decide import TrustedNetwork
 from gateway.core.providers import ProviderSettings, parse_upstream
 from gateway.core.rules import HostRule, RuleError
-from gateway.runtime.addresses import AddressError, UnixAddress, parse_address
-from gateway.runtime.settings import Problem, SettingsError, load
+from gateway.runtime.addresses import address_problems
+from gateway.runtime.settings import Checked, load
 
 IPNetwork = ipaddress.IPv4Network | ipaddress.IPv6Network
 DNS_PORT = 53
 # Half of what credentials may have: Basic sends them in base64, with the session id before them.
 _match_token = re.compile(r"[\x21-\x7e]{1,512}").fullmatch
-
-
-class _Strict(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A table of settings that checks itself: one ValueError, a line for each problem."""
-
-    def __post_init__(self) -> None:
-        problems = self.problems()
-        if problems:
-            raise ValueError("\n".join(problems))
-
-    def problems(self) -> list[str]:
-        """Return every problem as `setting: sentence`."""
-        return []
-
-
-def _address_problem(name: str, text: str, *, unix_only: bool = False) -> list[str]:
-    try:
-        address = parse_address(text)
-    except AddressError as error:
-        return [f"{name}: {error}"]
-    if unix_only and not isinstance(address, UnixAddress):
-        return [f"{name}: {text!r} must be a unix socket, unix:/path: whoever can connect is trusted"]
-    return []
 
 
 def _network_problem(name: str, text: str) -> list[str]:
@@ -59,7 +34,7 @@ def _repeated(names: Iterable[str]) -> list[str]:
     return sorted(name for name, count in Counter(names).items() if count > 1)
 
 
-class ListenSettings(_Strict, frozen=True):
+class ListenSettings(Checked, frozen=True):
     """Where the gateway listens. `names` are the host names by which sandboxes know the gateway itself."""
 
     sandbox: str = "127.0.0.1:8900"
@@ -69,21 +44,21 @@ class ListenSettings(_Strict, frozen=True):
     names: tuple[str, ...] = ("opificia-gateway",)
 
     def problems(self) -> list[str]:
-        problems = _address_problem("sandbox", self.sandbox)
+        problems = address_problems("sandbox", self.sandbox)
         if self.contract:
-            problems += _address_problem("contract", self.contract, unix_only=True)
+            problems += address_problems("contract", self.contract, unix_only=True)
         if self.metrics:
-            problems += _address_problem("metrics", self.metrics)
+            problems += address_problems("metrics", self.metrics)
         return problems
 
 
-class SessionsSettings(_Strict, frozen=True):
+class SessionsSettings(Checked, frozen=True):
     """Sessions without a control daemon."""
 
     file: str = ""
 
 
-class TrustedSettings(_Strict, frozen=True):
+class TrustedSettings(Checked, frozen=True):
     """A network that is not public but open for some hosts and ports: an internal mirror."""
 
     hosts: tuple[str, ...]
@@ -109,7 +84,7 @@ class TrustedSettings(_Strict, frozen=True):
         return TrustedNetwork(hosts, frozenset(self.ports), ipaddress.ip_network(self.network))
 
 
-class EgressSettings(_Strict, frozen=True):
+class EgressSettings(Checked, frozen=True):
     """The operator's own part of the egress policy."""
 
     denied_networks: tuple[str, ...] = ()
@@ -144,13 +119,13 @@ def nameserver(text: str) -> tuple[str, int]:
     return str(authority.address), authority.port
 
 
-class AuditSettings(_Strict, frozen=True):
+class AuditSettings(Checked, frozen=True):
     """Where each session's egress log goes: `<dir>/<session>.log`."""
 
     dir: str = ""
 
 
-class ModelSettings(_Strict, frozen=True):
+class ModelSettings(Checked, frozen=True):
     """The default model provider and further ones."""
 
     upstream: str = "https://api.anthropic.com"
@@ -168,16 +143,16 @@ class ModelSettings(_Strict, frozen=True):
         return problems
 
 
-class RunnerSettings(_Strict, frozen=True):
+class RunnerSettings(Checked, frozen=True):
     """Where runners' connections are handed to: control's socket."""
 
     upstream: str = ""
 
     def problems(self) -> list[str]:
-        return _address_problem("upstream", self.upstream) if self.upstream else []
+        return address_problems("upstream", self.upstream) if self.upstream else []
 
 
-class GatewayConfig(_Strict, frozen=True):
+class GatewayConfig(Checked, frozen=True):
     """gateway.toml."""
 
     listen: ListenSettings = ListenSettings()
@@ -194,7 +169,7 @@ class GatewayConfig(_Strict, frozen=True):
         return []
 
 
-class SessionSettings(_Strict, frozen=True):
+class SessionSettings(Checked, frozen=True):
     """One `[[session]]` of sessions.toml: a grant with either the token or its SHA-256."""
 
     id: str
@@ -247,7 +222,7 @@ class SessionSettings(_Strict, frozen=True):
         )
 
 
-class SessionsFile(_Strict, frozen=True):
+class SessionsFile(Checked, frozen=True):
     """sessions.toml."""
 
     session: tuple[SessionSettings, ...] = ()
@@ -268,6 +243,3 @@ def load_config(path: Path) -> GatewayConfig:
 def load_sessions(path: Path) -> tuple[Grant, ...]:
     """Read sessions.toml as grants. Raises SettingsError with every problem."""
     return tuple(session.grant() for session in load(path, SessionsFile).session)
-
-
-__all__ = ["GatewayConfig", "Problem", "SettingsError", "load_config", "load_sessions", "nameserver"]

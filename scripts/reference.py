@@ -1,4 +1,4 @@
-"""Writes docs/reference/ from the code: the API's OpenAPI document, the runner protocol's JSON Schema, metrics.
+"""Writes docs/reference/ from the code: the API's OpenAPI document, the runner protocol's JSON Schema, metrics, states.
 
 python -m scripts.reference          writes the files that differ, and says which
 python -m scripts.reference --check  writes nothing; exit 1 if one differs
@@ -68,6 +68,13 @@ def metrics() -> str:
     return "\n".join(rows) + "\n"
 
 
+def states() -> str:
+    """Return the table of what leads a session from state to state, and why one can have ended."""
+    rows = ["# States of a session", "", _MADE, *session.transition_table(), "", "## Reasons", ""]
+    rows += [f"Why a session has ended: {_spelled(session.Reason)}"]
+    return "\n".join(rows) + "\n"
+
+
 def _name(metric: Metric) -> str:
     return metric.name
 
@@ -93,6 +100,7 @@ FILES: Final[dict[str, Callable[[], str]]] = {
     "openapi.json": openapi,
     "runner-protocol.json": runner_protocol,
     "metrics.md": metrics,
+    "states.md": states,
 }
 
 

@@ -139,11 +139,6 @@ class Store(Database):
             query = query.where(sessions.c.position < before)
         return [session_of(row) for row in await self.read(query)]
 
-    async def count_by_state(self) -> dict[str, int]:
-        """Return how many sessions are in each state."""
-        query = sa.select(sessions.c.state, sa.func.count().label("number")).group_by(sessions.c.state)
-        return {row.state: row.number for row in await self.read(query)}
-
     async def unfinished(self) -> list[StoredSession]:
         """Return the sessions that are not cleaned up, oldest first."""
         query = _SESSION.where(sessions.c.cleaned.is_(False)).order_by(sessions.c.position)

@@ -365,11 +365,11 @@ def finding(session: Session) -> tuple[SessionState, Reason]:
     return SessionState.EXITED, Reason.EXIT_CODE
 
 
-def transition_table() -> str:
-    """Return the table as Markdown, for the documentation."""
+def transition_table() -> list[str]:
+    """Return the table as lines of Markdown, for the documentation."""
     lines = ["| state | event | next |", "|---|---|---|"]
     for (state, event), following in TRANSITIONS.items():
         tag = event.__struct_config__.tag
         last = "exited, failed or stopped" if following is _End.END else following.value
         lines.append(f"| {state} | {tag} | {last} |")
-    return "\n".join(lines)
+    return lines

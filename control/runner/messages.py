@@ -20,7 +20,6 @@ PROTOCOL_VERSION: Final = 1
 Name = Annotated[str, Meta(min_length=1, max_length=256)]
 Sequence = Annotated[int, Meta(ge=1, le=2**53)]
 Text = Annotated[str, Meta(max_length=8_192)]
-Milliseconds = Annotated[int, Meta(ge=0, le=2**53)]
 
 
 def _null() -> msgspec.Raw:

@@ -131,11 +131,6 @@ class ModelAccount:
         """Whether requests need a reservation, and therefore their bodies read."""
         return bool(self._budget.input_tokens or self._budget.output_tokens)
 
-    @property
-    def limits_output(self) -> bool:
-        """Whether output tokens are limited."""
-        return bool(self._budget.output_tokens)
-
     def start(self, now: float, concurrent: int, *, metered: bool) -> ModelRefusal | None:
         """Count a request in, unless the session has `concurrent` in flight, its minute is full or its tokens are spent.
 

@@ -30,11 +30,6 @@ class PipePool:
         # One sandbox with many stalled readers must not take every pipe from the others.
         self._share = max(1, limit // 2)
 
-    @property
-    def in_use(self) -> int:
-        """Number of pipes that are held now."""
-        return self._made - len(self._free)
-
     def take(self, holder: PipeHolder) -> Pipe | None:
         """Return an empty non-blocking pipe, or None when there is none to have (copy instead)."""
         if holder.pipes >= self._share:

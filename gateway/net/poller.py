@@ -9,7 +9,7 @@ import asyncio
 import select
 import time
 from collections.abc import Callable
-from typing import Final, Protocol
+from typing import Final
 
 # Sockets served before the loop's other work (timers, model streams, name look-ups) gets its turn.
 EVENTS_PER_TURN: Final = 64
@@ -29,22 +29,6 @@ _OUT: Final = select.EPOLLOUT
 _FOR_READER: Final = ~_OUT
 _FOR_WRITER: Final = ~_IN
 Callback = Callable[[], object]
-
-
-class Watcher(Protocol):
-    """What an event loop and a `Poller` have in common."""
-
-    def add_reader(self, fd: int, callback: Callback, /) -> object:
-        """Call `callback` whenever there is something to read, an end or an error included."""
-
-    def remove_reader(self, fd: int, /) -> object:
-        """Stop it."""
-
-    def add_writer(self, fd: int, callback: Callback, /) -> object:
-        """Call `callback` whenever writing would not block, an error included."""
-
-    def remove_writer(self, fd: int, /) -> object:
-        """Stop it."""
 
 
 class _Watch:

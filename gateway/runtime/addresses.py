@@ -59,6 +59,17 @@ def parse_address(text: str) -> UnixAddress | TcpAddress:
     return TcpAddress(host, int(port))
 
 
+def address_problems(name: str, text: str, *, unix_only: bool = False) -> list[str]:
+    """Return what is wrong with the address in the setting `name`, as `setting: sentence`."""
+    try:
+        address = parse_address(text)
+    except AddressError as error:
+        return [f"{name}: {error}"]
+    if unix_only and not isinstance(address, UnixAddress):
+        return [f"{name}: {text!r} must be a unix socket, unix:/path: whoever can connect is trusted"]
+    return []
+
+
 class ListenError(Exception):
     """A listening socket could not be made; the message is one sentence with the remedy."""
 

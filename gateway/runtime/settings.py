@@ -42,6 +42,18 @@ class SettingsError(Exception):
         super().__init__("\n".join(f"{source}: {problem}" for problem in problems))
 
 
+class Checked(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+    """A table of settings that checks itself: one ValueError, a line for each problem."""
+
+    def __post_init__(self) -> None:
+        if problems := self.problems():
+            raise ValueError("\n".join(problems))
+
+    def problems(self) -> list[str]:
+        """Return every problem as `setting: sentence`."""
+        return []
+
+
 def load(path: Path, kind: type[Settings]) -> Settings:
     """Read the TOML file at `path` as a `kind`. Raises SettingsError with every problem."""
     try:
