@@ -3,6 +3,7 @@
 The key is put in here and nowhere else; a credential that the sandbox sent never goes further.
 """
 
+import re
 from collections.abc import Iterable
 from typing import Final
 
@@ -28,7 +29,9 @@ _PRIVATE: Final = frozenset({b"authorization", b"cookie", b"proxy-authorization"
 _DROPPED: Final = _HOP_BY_HOP | _REPLACED | _PRIVATE | KEY_HEADERS
 _FORWARDED: Final = b"x-forwarded-"
 
-_HOP_MARKS: Final = tuple(b"\r\n" + name + b":" for name in sorted(_HOP_BY_HOP - {b"transfer-encoding", b"trailer"}))
+_find_hop_by_hop: Final = re.compile(
+    rb"\n(?:" + b"|".join(sorted(_HOP_BY_HOP - {b"transfer-encoding", b"trailer"})) + rb"):"
+).search
 # Names in `Connection` that are about the connection itself and name no other header.
 _CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"upgrade", b"te", b""})
 
@@ -87,10 +90,8 @@ class ReplyHead:
         provider ends by closing.
         """
         head = self._raw
-        for mark in _HOP_MARKS:
-            if mark in self._lower:
-                head = self._without_hop_by_hop()
-                break
+        if _find_hop_by_hop(self._lower):
+            head = self._without_hop_by_hop()
         # An intermediary answers with its own version (RFC 9110 §6.2); after HTTP/1.0 a client would not keep alive.
         end = (b"transfer-encoding: chunked\r\n" if chunked else b"") + (b"connection: close\r\n" if close else b"")
         if end or not head.startswith(b"HTTP/1.1"):

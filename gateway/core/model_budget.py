@@ -9,8 +9,9 @@ out is passed by caching everything.
 import enum
 import math
 from collections import deque
-from dataclasses import dataclass
 from typing import Final
+
+import msgspec
 
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.model_refusal import ModelRefusal
@@ -37,8 +38,7 @@ class Outcome(enum.Enum):
     CUT = "cut"
 
 
-@dataclass(frozen=True, slots=True)
-class Reservation:
+class Reservation(msgspec.Struct, frozen=True):
     """The most that a request in flight can cost, in tokens."""
 
     input_tokens: int
@@ -210,15 +210,15 @@ class ModelAccount:
 
     def _spent(self, used_input: int, used_output: int) -> ModelRefusal | None:
         budget = self._budget
-        for kind, limit, used in (
-            ("input", budget.input_tokens, used_input),
-            ("output", budget.output_tokens, used_output),
-        ):
-            if limit and used >= limit:
-                return ModelRefusal(
-                    DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up"
-                )
+        if used_input >= budget.input_tokens > 0:
+            return _exhausted(budget.input_tokens, "input")
+        if used_output >= budget.output_tokens > 0:
+            return _exhausted(budget.output_tokens, "output")
         return None
+
+
+def _exhausted(limit: int, kind: str) -> ModelRefusal:
+    return ModelRefusal(DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up")
 
 
 def _estimate(reservation: Reservation, usage: TokenUsage, relayed_bytes: int) -> TokenUsage:

@@ -19,6 +19,7 @@ from gateway.core.verdict import DenyReason
 
 # RFC 3986 §3.4, and brackets, which clients leave unescaped.
 _match_query: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:@/?%\[\]-]*").fullmatch
+_MAX_LENGTH_DIGITS: Final = 18
 _find_length: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([1-9][0-9]{0,17})\r\n").search
 _NOT_FOUND: Final = ModelRefusal(DenyReason.NOT_FOUND, "There is nothing of this name and method at the model proxy")
 _READ: Final = frozenset({b"x-api-key", b"authorization", b"host", b"connection", b"expect", b"content-encoding"})
@@ -56,13 +57,19 @@ class Terms:
 
 
 class Request(msgspec.Struct, frozen=True):
-    """One request by its head, of which nothing else is of use to the proxy. `passed` are the header lines that go on."""
+    """What a head asks for, but for its body's length. `passed` are the header lines that go on."""
 
     method: bytes
     destination: Destination
     terms: Terms
-    framing: BodyFraming
     passed: bytes
+
+
+class Opening(msgspec.Struct, frozen=True):
+    """A request whose head, of `size` bytes, has come; its body is framed as it says."""
+
+    request: Request
+    framing: BodyFraming
     size: int
 
 
@@ -78,8 +85,8 @@ class RequestReader:
     """Reads the heads of one connection.
 
     A client's heads differ in little but their Content-Length. What one head means, the next one means as well when all
-    its other bytes are the same: it is then not parsed again, which takes a quarter off the cost of a request. Nothing is
-    remembered from one connection to another.
+    its other bytes are the same: it is then not parsed again, and gives the very same `Request`. Nothing is remembered
+    from one connection to another.
     """
 
     __slots__ = ("_after", "_before", "_last", "_rules")
@@ -91,23 +98,31 @@ class RequestReader:
         self._after = b""
         self._last: Request | None = None
 
-    def read(self, data: bytes) -> Request | Unacceptable | Incomplete:
-        """Read the head at the start of `data`. The one that gave it, without its bytes, is not kept."""
-        end = data.find(b"\r\n\r\n", 0, self._rules.max_head_bytes)
-        length = _find_length(data, 0, end + 2) if end >= 0 else None
-        if length is None:
-            return self._parse(data)
-        before, after = data[: length.start(1)], data[length.end(1) : end + 4]
+    def read(self, data: bytes) -> Opening | Unacceptable | Incomplete:
+        """Read the head at the start of `data`."""
         last = self._last
-        if last is not None and before == self._before and after == self._after:
-            framing = ContentLength(int(length[1]))
-            return Request(last.method, last.destination, last.terms, framing, last.passed, end + 4)
-        request = self._parse(data)
-        if isinstance(request, Request):
-            self._before, self._after, self._last = before, after, request
-        return request
+        if last is not None and data.startswith(self._before):
+            # Neither part holds an empty line but at the end, so a head that consists of both ends where they do.
+            start = len(self._before)
+            end = data.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
+            size = end + len(self._after)
+            digits = data[start:end]
+            if (
+                data.startswith(self._after, end)
+                and digits.isdigit()
+                and not digits.startswith(b"0")
+                and size <= self._rules.max_head_bytes
+            ):
+                return Opening(last, ContentLength(int(digits)), size)
+        opening = self._parse(data)
+        if isinstance(opening, Opening):
+            length = _find_length(data, 0, opening.size)
+            if length is not None:
+                self._before, self._after = data[: length.start(1)], data[length.end(1) : opening.size]
+                self._last = opening.request
+        return opening
 
-    def _parse(self, data: bytes) -> Request | Unacceptable | Incomplete:
+    def _parse(self, data: bytes) -> Opening | Unacceptable | Incomplete:
         rules = self._rules
         try:
             head = parse_head(data, rules.max_head_bytes)
@@ -123,7 +138,8 @@ class RequestReader:
             terms = _read_terms(head, destination.route, framing)
         except HeadError as error:
             return Unacceptable(destination.shape, ModelRefusal(error.reason, error.message))
-        return Request(head.method, destination, terms, framing, passed_headers(head.headers), head.size)
+        request = Request(head.method, destination, terms, passed_headers(head.headers))
+        return Opening(request, framing, head.size)
 
 
 def read_destination(method: bytes, target: bytes, rules: RequestRules) -> Destination | ModelRefusal:

@@ -7,7 +7,6 @@ they are apart, as Anthropic has them. Nothing is kept of the content.
 """
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
 from typing import Final
 
 import msgspec
@@ -55,8 +54,7 @@ _decode: Final = msgspec.json.Decoder(_Reply).decode
 _is_whole: Final = msgspec.json.Decoder(msgspec.Raw).decode
 
 
-@dataclass(slots=True)
-class TokenUsage:
+class TokenUsage(msgspec.Struct):
     """Tokens of one request. `input_tokens` are those that were neither read from nor written to the cache."""
 
     input_tokens: int = 0
@@ -95,18 +93,24 @@ class UsageReader(ABC):
             reply = _decode(data)
         except (msgspec.MsgspecError, RecursionError):
             return
-        nested = [each for each in (reply.message, reply.response) if isinstance(each, _Inner)]
-        for model in (reply.model, *(each.model for each in nested)):
-            if model:
-                # ASCII, because it is logged as a line and JSON may hold newlines of other alphabets.
-                self.model = model[:MAX_MODEL_CHARS].encode("ascii", "backslashreplace").decode()
-        for each in nested:
-            if each.usage is not None:
-                self._merge(each.usage)
-                self.final |= each is reply.response
+        if reply.model:
+            self._name(reply.model)
+        for nested in (reply.message, reply.response):
+            if isinstance(nested, _Inner):
+                if nested.model:
+                    self._name(nested.model)
+                if nested.usage is not None:
+                    self._merge(nested.usage)
+                    self.final |= nested is reply.response
         if reply.usage is not None:
             self._merge(reply.usage)
             self.final = True
+
+    def _name(self, model: str) -> None:
+        # ASCII, because it is logged as a line and JSON may hold newlines of other alphabets.
+        self.model = model[:MAX_MODEL_CHARS]
+        if not self.model.isascii():
+            self.model = self.model.encode("ascii", "backslashreplace").decode()
 
     def _merge(self, counts: _Counts) -> None:
         usage = self.usage

@@ -12,13 +12,14 @@ from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
 from gateway.context import Gateway
-from gateway.core.head import ContentLength, NoBody
+from gateway.core.head import BodyFraming, ContentLength, NoBody
 from gateway.core.incomplete import Incomplete
 from gateway.core.model_refusal import ModelRefusal, encode_refusal
-from gateway.core.model_request import Request, RequestReader, Unacceptable
+from gateway.core.model_request import Opening, RequestReader, Unacceptable
 from gateway.core.providers import Shape
 from gateway.core.verdict import CloseReason, Deny, DenyReason
-from gateway.net.model_exchange import Ask, Exchange
+from gateway.net.model_ask import Ask
+from gateway.net.model_exchange import Exchange
 from gateway.net.poller import Poller
 from gateway.net.wire import Wire
 from gateway.registry import Session
@@ -40,7 +41,7 @@ _NOT_READY: Final = ModelRefusal(DenyReason.NOT_READY, "The gateway does not kno
 class ModelClient(Wire):
     """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers."""
 
-    __slots__ = ("_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_has_left", "_in_head", "_is_shut",
+    __slots__ = ("_ask", "_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_has_left", "_in_head", "_is_shut",
                  "_last", "_lingers", "_proxy", "_reader", "_seen_unsent", "_session", "_waiting")  # fmt: skip
 
     def __init__(self, gateway: Gateway, poller: Poller, sock: socket.socket, caller: IPAddress | None) -> None:
@@ -51,11 +52,12 @@ class ModelClient(Wire):
         self._reader = RequestReader(gateway.model.rules)
         # Whose connection this is, since the last request that said so.
         self._session: Session | None = None
+        self._ask: Ask | None = None
         # What was read beyond the request that is being served.
         self._buffer = b""
         self._exchange: Exchange | None = None
         # A request that waits until the registry knows its sessions.
-        self._waiting: Request | None = None
+        self._waiting: Opening | None = None
         self._in_head = True
         self._deadline = time.monotonic() + self._proxy.limits.head_timeout_ms / 1000
         # The last reply is written; what still comes is thrown away.
@@ -118,13 +120,6 @@ class ModelClient(Wire):
 
     # --- for the exchange
 
-    def set_reading(self, reading: bool) -> None:
-        """Read from the client, or let it wait."""
-        if reading:
-            self.resume()
-        else:
-            self.pause()
-
     def exchange_done(self, *, close: bool) -> None:
         """The reply is written whole; with `close` it was the last."""
         self._next(close=close)
@@ -176,62 +171,69 @@ class ModelClient(Wire):
     def _serve(self) -> None:
         """Serve what is in the buffer, until something must be waited for."""
         while self._buffer and self._exchange is None and self._waiting is None and not self._last:
-            request = self._reader.read(self._buffer)
-            if isinstance(request, Unacceptable):
-                self.refuse(request.shape, request.refusal, close=True)
+            opening = self._reader.read(self._buffer)
+            if isinstance(opening, Unacceptable):
+                self.refuse(opening.shape, opening.refusal, close=True)
                 return
-            if isinstance(request, Incomplete):
+            if isinstance(opening, Incomplete):
                 if not self._in_head:
                     self._in_head = True
                     self._deadline = time.monotonic() + self._proxy.limits.head_timeout_ms / 1000
                 return
             self._in_head = False
-            self._buffer = self._buffer[request.size :]
-            self._judge(request)
+            self._buffer = self._buffer[opening.size :]
+            self._judge(opening)
         if len(self._buffer) > MAX_AHEAD_BYTES and not self._last:
-            self.set_reading(False)
+            self.pause()
 
-    def _judge(self, request: Request) -> None:
+    def _judge(self, opening: Opening) -> None:
         """Find out who sent a request, and begin to serve it."""
-        registry, destination = self._gateway.registry, request.destination
-        session = registry.authenticate(destination.session_id, request.terms.token, self._caller)
+        registry, ask = self._gateway.registry, self._ask
+        if ask is not None and ask.request is opening.request and ask.is_current(registry):
+            # Credentials and all they were checked against are the very ones of the request before.
+            self._begin(ask, opening)
+            return
+        destination = opening.request.destination
+        session = registry.authenticate(destination.session_id, opening.request.terms.token, self._caller)
         if not isinstance(session, Deny):
-            self._begin(Ask(session, self._proxy.provider(destination.provider), request))
+            self._ask = Ask(session, self._proxy.provider(destination.provider), opening.request)
+            self._begin(self._ask, opening)
         elif registry.ready or registry.get(destination.session_id) is not None:
             self.refuse(destination.shape, ModelRefusal(session.reason, session.message), close=True)
         elif not self._proxy.begin_wait():
             self.refuse(destination.shape, _NOT_READY, close=True)
         else:
             # After a restart the sessions come with control's first message: the request waits for it.
-            self._waiting = request
+            self._waiting = opening
             self._deadline = time.monotonic() + self._proxy.limits.resync_wait_ms / 1000
             registry.when_ready(self._on_ready)
 
-    def _begin(self, ask: Ask) -> None:
+    def _begin(self, ask: Ask, opening: Opening) -> None:
         """Serve a request whose sender is known."""
-        proxy, request = self._proxy, ask.request
-        now = time.monotonic()
-        concurrent = proxy.limits.model_requests_per_session
+        proxy, framing, account = self._proxy, opening.framing, ask.session.model
+        now, limits = time.monotonic(), proxy.limits
+        concurrent = limits.model_requests_per_session
         if ask.session is not self._session and not self._adopt(ask.session, concurrent):
-            self._turn_away(ask, ModelRefusal(DenyReason.NO_FREE_SLOT, "The session has too many connections open", 1))
+            refusal = ModelRefusal(DenyReason.NO_FREE_SLOT, "The session has too many connections open", 1)
+            self._turn_away(ask, framing, refusal)
             return
-        if isinstance(request.framing, ContentLength) and request.framing.length > proxy.limits.max_request_bytes:
-            self._turn_away(ask, proxy.too_large())
+        if isinstance(framing, ContentLength) and framing.length > limits.max_request_bytes:
+            self._turn_away(ask, framing, proxy.too_large())
             return
-        refusal = ask.session.model.start(now, concurrent, metered=request.destination.route.metered)
-        if refusal is not None:
-            self._turn_away(ask, refusal)
+        started = account.start(now, concurrent, metered=ask.request.destination.route.metered)
+        if started is not None:
+            self._turn_away(ask, framing, started)
             return
-        if request.terms.expects_continue and not self._buffer:
+        if ask.request.terms.expects_continue and not self._buffer:
             self.write(CONTINUE)
         exchange = self._exchange = Exchange(self, proxy, ask, now)
         data, self._buffer = self._buffer, b""
-        self._buffer = exchange.begin(data)
+        self._buffer = exchange.begin(framing, data)
 
-    def _turn_away(self, ask: Ask, refusal: ModelRefusal) -> None:
+    def _turn_away(self, ask: Ask, framing: BodyFraming, refusal: ModelRefusal) -> None:
         """Refuse a request whose sender is known and whose body was not looked at."""
         self._proxy.report_refused(ask, refusal.reason)
-        close = ask.request.terms.close or not isinstance(ask.request.framing, NoBody)
+        close = ask.request.terms.close or not isinstance(framing, NoBody)
         self.refuse(ask.request.destination.shape, refusal, close=close)
 
     def _adopt(self, session: Session, concurrent: int) -> bool:
@@ -252,10 +254,10 @@ class ModelClient(Wire):
             session.remove_closer(self.abort)
 
     def _on_ready(self) -> None:
-        request = self._waiting
+        opening = self._waiting
         self._stop_waiting()
-        if request is not None and not self.is_closed:
-            self._judge(request)
+        if opening is not None and not self.is_closed:
+            self._judge(opening)
             self._serve()
 
     def _stop_waiting(self) -> None:
@@ -266,7 +268,7 @@ class ModelClient(Wire):
     def _next(self, *, close: bool) -> None:
         """Turn to the next request; with `close` there is none."""
         self._exchange = None
-        self.set_reading(True)
+        self.resume()
         if not (close or self._proxy.draining):
             self._deadline = time.monotonic() + KEEP_ALIVE_S
             return

@@ -1,28 +1,26 @@
 """One model request and its reply: the body goes up as it comes, the reply comes down as it is framed, at once.
 
-It holds nothing back but what a rule must read first, and a key that a provider's error repeats. Whatever ends it, the
-upstream connection is given back or closed, usage is booked, and the client can tell a whole reply from a cut one.
+It holds nothing back but a body that a rule must read first. Whatever ends it, the upstream connection is given back or
+closed, usage is booked, and the client can tell a whole reply from a cut one.
 """
 
 import enum
 import time
 from typing import TYPE_CHECKING, Final
 
-import msgspec
-
-from gateway.core.chunked import LAST_CHUNK, ChunkedError, ChunkedReader, encode_chunk
-from gateway.core.head import Chunked, ContentLength
-from gateway.core.headers import ReplyHead
+from gateway.access import ModelCost
+from gateway.core.chunked import ChunkedError
+from gateway.core.head import BodyFraming, ContentLength, NoBody
 from gateway.core.model_body import read_body
 from gateway.core.model_budget import Outcome, Reservation
 from gateway.core.model_refusal import ModelRefusal
-from gateway.core.model_request import Request
-from gateway.core.redact import Redactor
-from gateway.core.usage import NO_USAGE, JsonUsage, StreamUsage, UsageReader
+from gateway.core.model_reply import Reply
+from gateway.core.model_upload import Upload, framing_line
+from gateway.core.usage import NO_USAGE
 from gateway.core.verdict import CloseReason, DenyReason
-from gateway.net.model_proxy import ModelProxy, Provider, Spent
+from gateway.net.model_ask import Ask
+from gateway.net.model_proxy import ModelProxy
 from gateway.net.upstream import UpstreamConnection
-from gateway.registry import Session
 
 if TYPE_CHECKING:
     from gateway.net.model import ModelClient
@@ -44,39 +42,30 @@ class Phase(enum.Enum):
     ENDED = "ended"
 
 
-class Ask(msgspec.Struct, frozen=True):
-    """A request whose sender is known: whose it is, of whom, and what."""
-
-    session: Session
-    provider: Provider
-    request: Request
-
-
 class Exchange:
     """Serves one `Ask` of the client connection `client`."""
 
     __slots__ = (
-        "_ask", "_bytes_down", "_bytes_up", "_chunks", "_client", "_first_byte_at", "_held", "_held_bytes", "_left", "_moved",
-        "_opened", "_pending", "_pending_bytes", "_phase", "_plain", "_proxy", "_quiet_since", "_rechunk", "_redactor", "_replay",
-        "_replay_bytes", "_reply_head", "_reply_status", "_reservation", "_route", "_sent_any", "_started", "_upstream", "_usage", "receiving",
+        "_ask", "_bytes_down", "_bytes_up", "_client", "_first_byte_at", "_held", "_held_bytes", "_moved", "_opened", "_pending",
+        "_pending_bytes", "_phase", "_proxy", "_quiet_since", "_replay", "_replay_bytes", "_reply", "_reservation", "_sent_any",
+        "_started", "_upload", "_upstream", "receiving",
     )  # fmt: skip
 
     def __init__(self, client: "ModelClient", proxy: ModelProxy, ask: Ask, now: float) -> None:
         self._client = client
         self._proxy = proxy
         self._ask = ask
-        self._route = ask.request.destination.route
         self._started = self._quiet_since = now
-        self._phase = Phase.CONNECTING
+        self._phase = Phase.HOLDING
         self._upstream: UpstreamConnection | None = None
-        self._chunks = ChunkedReader() if isinstance(ask.request.framing, Chunked) else None
-        self._left = ask.request.framing.length if isinstance(ask.request.framing, ContentLength) else 0
-        # Whether request body bytes are still to come.
-        self.receiving = self._chunks is not None or self._left > 0
+        # The request's body while it comes in pieces. Whether bytes of it are still to come.
+        self._upload: Upload | None = None
+        self.receiving = False
         # A body that a rule must read. Its bytes stay counted until the provider's connection has taken them.
-        self._held = bytearray()
+        self._held: bytearray | None = None
         self._held_bytes = 0
-        self._pending: list[bytes] = []
+        # What waits for a connection.
+        self._pending: list[bytes] | None = None
         self._pending_bytes = 0
         # What was sent on a reused connection, until a reply byte or an acknowledgement shows that it arrived.
         self._replay: list[bytes] | None = None
@@ -85,70 +74,65 @@ class Exchange:
         self._opened = False
         self._sent_any = False
         self._reservation: Reservation | None = None
-        self._usage: UsageReader = NO_USAGE
-        self._redactor: Redactor | None = None
-        # Whether body bytes pass as they are; `_reply_head` goes out with the first of them.
-        self._plain = True
-        self._reply_head = b""
-        self._rechunk = False
-        self._reply_status = 0
+        self._reply: Reply | None = None
         self._first_byte_at = 0.0
         self._bytes_up = self._bytes_down = self._moved = 0
+        proxy.running += 1
 
-    def begin(self, data: bytes) -> bytes:
+    def begin(self, framing: BodyFraming, data: bytes) -> bytes:
         """Start, with what has come of the body already; return what follows it.
 
         The provider is asked at once, unless the body must be read first.
         """
-        framing = self._ask.request.framing
-        if self._must_read():
+        if self._ask.must_read:
             if self._ask.request.terms.encoded:
                 self.refuse(
                     ModelRefusal(DenyReason.UNSUPPORTED_ENCODING, "This session's requests must not be compressed")
                 )
                 return b""
-            self._phase = Phase.HOLDING
+            if isinstance(framing, ContentLength) and len(data) >= framing.length:
+                # The usual case: the body came with the head.
+                body = data[: framing.length]
+                self._bytes_up = len(body)
+                if self._count_held(len(body)):
+                    self._judge(body)
+                return data[framing.length :]
+            self._held = bytearray()
+        elif isinstance(framing, NoBody):
+            self._open(b"" if self._ask.request.method == b"GET" else framing_line(0))
+            return data
+        upload = self._upload = Upload(framing)
+        self.receiving = not upload.done
+        if self._held is not None:
             if not self.receiving:
-                self._judge()
-        elif isinstance(framing, ContentLength):
-            self._open(b"content-length: %d\r\n" % framing.length)
-        elif isinstance(framing, Chunked):
-            self._open(b"transfer-encoding: chunked\r\n")
-        else:
-            self._open(b"" if self._ask.request.method == b"GET" else b"content-length: 0\r\n")
+                self._judge(b"")
+            return self.receive(data) if data and self.receiving else data
+        body = b""
         if data and self.receiving:
-            return self.receive(data)
-        self._flush()
+            fed = self._feed(upload, data)
+            if fed is None:
+                return b""
+            body, data = fed
+        self._open(upload.framing, upload.encode(body))
         return data
 
     # --- from the client
 
     def receive(self, data: bytes) -> bytes:
-        """Take bytes of the request's body; return what follows it."""
-        if self._chunks is None:
-            body = data[: self._left] if len(data) > self._left else data
-            self._left -= len(body)
-            self.receiving = self._left > 0
-            rest = data[len(body) :]
-        else:
-            try:
-                body, used = self._chunks.feed(data)
-            except ChunkedError as error:
-                self.refuse(ModelRefusal(DenyReason.MALFORMED_REQUEST, f"The request body is malformed: {error}"))
-                return b""
-            if self._chunks.announced > self._proxy.limits.max_request_bytes:
-                self.refuse(self._proxy.too_large())
-                return b""
-            self.receiving = not self._chunks.done
-            rest = data[used:]
-        self._bytes_up += len(body)
-        if self._phase is Phase.HOLDING:
-            self._hold(body)
-        elif self._chunks is None:
-            self._send(body)
-        else:
-            self._send((encode_chunk(body) if body else b"") + (b"" if self.receiving else LAST_CHUNK))
-        self._flush()
+        """Take bytes of the request's body, of which some are to come; return what follows it."""
+        upload = self._upload
+        assert upload is not None
+        fed = self._feed(upload, data)
+        if fed is None:
+            return b""
+        body, rest = fed
+        if self._held is None:
+            self._send(upload.encode(body))
+        elif self._count_held(len(body)):
+            self._held += body
+            if not self.receiving:
+                whole, self._held = bytes(self._held), None
+                self._judge(whole)
         return rest
 
     def client_gone(self, reason: CloseReason) -> None:
@@ -211,9 +195,11 @@ class Exchange:
     # --- from the upstream connection (UpstreamOwner)
 
     def upstream_ready(self, connection: UpstreamConnection) -> None:
+        pending, self._pending, self._pending_bytes = self._pending, None, 0
         self._attach(connection)
-        self._flush()
-        self._client.set_reading(True)
+        if pending:
+            self._send(b"".join(pending))
+        self._client.resume()
 
     def upstream_unavailable(self, reason: DenyReason, message: str) -> None:
         self.refuse(ModelRefusal(reason, message))
@@ -222,46 +208,38 @@ class Exchange:
         self._client.write(head)
 
     def reply_started(self, status: int, head: bytes) -> None:
-        self._reply_status = status
+        ask = self._ask
         self._first_byte_at = time.monotonic()
         self._phase = Phase.REPLYING
         self._replay = None
-        reply = ReplyHead(status, head)
-        self._rechunk = not reply.is_delimited
-        if 200 <= status < 300:
-            if self._route.metered and not reply.is_encoded:
-                self._usage = StreamUsage() if reply.is_event_stream else JsonUsage()
-        elif key := self._ask.provider.key():
-            # Some providers repeat the key in the error about it.
-            self._redactor = Redactor(key)
-            reply = ReplyHead(status, Redactor(key).feed(head))
-        close = self._ask.request.terms.close or self.receiving or self._proxy.draining
-        self._reply_head = reply.for_client(close=close, chunked=self._rechunk)
-        self._plain = False
+        close = ask.request.terms.close or self.receiving or self._proxy.draining
+        self._reply = Reply(ask.request.destination.route, status, head, ask.provider.key(), close=close)
 
     def body_received(self, body: bytes) -> None:
-        self._usage.feed(body)
+        assert self._reply is not None
+        self._reply.usage.feed(body)
 
     def relay(self, data: bytes) -> None:
+        reply = self._reply
+        assert reply is not None
         self._bytes_down += len(data)
-        if self._plain:
+        if not reply.is_plain:
+            data = reply.take(data)
+        if data:
             self._client.write(data)
-        else:
-            self._relay_specially(data)
 
     def reply_completed(self, *, reusable: bool) -> None:
-        if self._redactor is not None and (held := self._redactor.flush()):
-            self._client.write(encode_chunk(held) if self._rechunk else held)
-        if self._rechunk:
-            self._client.write(LAST_CHUNK)
-        self._usage.end()
-        close = self._ask.request.terms.close or self.receiving
-        self._end(CloseReason.DONE, self._outcome(), reusable=reusable and not self.receiving)
-        self._client.exchange_done(close=close)
+        reply = self._reply
+        assert reply is not None
+        if last := reply.end():
+            self._client.write(last)
+        receiving = self.receiving
+        self._end(CloseReason.DONE, reply.outcome, reusable=reusable and not receiving)
+        self._client.exchange_done(close=receiving or self._ask.request.terms.close)
 
     def upstream_lost(self, connection: UpstreamConnection, *, clean: bool) -> None:
-        if self._phase is Phase.REPLYING:
-            if self._rechunk and clean and self._usage.ends_with(self._route.end_markers):
+        if self._reply is not None:
+            if clean and self._reply.is_whole_at_close():
                 self.reply_completed(reusable=False)
                 return
             self._upstream = None
@@ -281,27 +259,26 @@ class Exchange:
             )
 
     def upstream_full(self) -> None:
-        self._client.set_reading(False)
+        self._client.pause()
 
     def upstream_drained(self) -> None:
         self._drop_held()
-        self._client.set_reading(True)
+        self._client.resume()
 
     # --- ends
 
     def refuse(self, refusal: ModelRefusal) -> None:
         """End with a refusal, or with a cut when the reply has begun."""
-        if self._phase is Phase.REPLYING:
+        if self._reply is not None:
             self._fail(CloseReason.UPSTREAM_FAILED)
             return
         receiving = self.receiving
+        request = self._ask.request
         self._end(refusal.reason, Outcome.CUT if self._sent_any else Outcome.KNOWN)
-        self._client.refuse(
-            self._ask.request.destination.shape, refusal, close=receiving or self._ask.request.terms.close
-        )
+        self._client.refuse(request.destination.shape, refusal, close=receiving or request.terms.close)
 
     def _time_out(self, message: str) -> None:
-        if self._phase is Phase.REPLYING:
+        if self._reply is not None:
             self._fail(CloseReason.TIMEOUT)
         else:
             self.refuse(ModelRefusal(DenyReason.UPSTREAM_TIMEOUT, message))
@@ -312,146 +289,134 @@ class Exchange:
     def _fail(self, reason: CloseReason) -> None:
         """The reply cannot be completed: the client's connection is cut in mid-reply, so that it can tell."""
         self._end(reason, Outcome.CUT)
-        self._client.abort()
-
-    def _outcome(self) -> Outcome:
-        if self._route.metered and 200 <= self._reply_status < 300 and not self._usage.final:
-            return Outcome.UNREADABLE
-        return Outcome.KNOWN
+        self._client.close()
 
     def _end(self, reason: CloseReason | DenyReason, outcome: Outcome, *, reusable: bool = False) -> None:
         """Give back and book everything, once."""
         if self._phase is Phase.ENDED:
             return
         self._phase = Phase.ENDED
-        ask, upstream = self._ask, self._upstream
-        self._upstream = None
+        self.receiving = False
+        ask, upstream, proxy, account = self._ask, self._upstream, self._proxy, self._ask.session.model
+        proxy.running -= 1
         if upstream is not None:
+            self._upstream = None
             upstream.release(reusable=reusable)
         else:
             ask.provider.pool.cancel(self)
-        self._drop_held()
-        self._pending.clear()
-        self._replay = None
-        usage = self._usage
-        if not self._route.metered:
+        if self._held_bytes:
+            self._drop_held()
+        self._held = self._pending = self._replay = None
+        reply = self._reply
+        usage = NO_USAGE if reply is None else reply.usage
+        tokens = usage.usage
+        if not ask.request.destination.route.metered:
             outcome = Outcome.KNOWN
-        ask.session.model.settle(self._reservation, usage.usage, outcome, self._bytes_down)
-        ask.session.model.finish()
-        if not self._opened and isinstance(reason, DenyReason):
-            self._proxy.report_refused(ask, reason)
-        elif self._opened:
-            now = time.monotonic()
-            self._proxy.report_closed(
-                ask,
-                reason,
-                Spent(
-                    status=self._reply_status,
-                    model=usage.model,
-                    tokens=usage.usage,
-                    bytes_up=self._bytes_up,
-                    bytes_down=self._bytes_down,
-                    seconds=now - self._started,
-                    first_byte_s=self._first_byte_at - self._started if self._first_byte_at else None,
-                ),
+        account.settle(self._reservation, tokens, outcome, self._bytes_down)
+        account.finish()
+        if self._opened:
+            now, first = time.monotonic(), self._first_byte_at
+            first_byte_s = first - self._started if first else None
+            cost = ModelCost(
+                usage.model,
+                0 if reply is None else reply.status,
+                tokens.input_tokens,
+                tokens.output_tokens,
+                tokens.cache_read_tokens,
+                tokens.cache_write_tokens,
+                int((first_byte_s or 0) * 1000),
             )
+            proxy.report_closed(ask, reason, cost, self._bytes_up, self._bytes_down, now - self._started, first_byte_s)
+        elif isinstance(reason, DenyReason):
+            proxy.report_refused(ask, reason)
 
     # --- within
 
-    def _must_read(self) -> bool:
-        rule, session = self._route.body, self._ask.session
-        if rule is None:
-            return False
-        return bool(session.grant.models) or (self._route.metered and session.model.limits_tokens)
+    def _feed(self, upload: Upload, data: bytes) -> tuple[bytes, bytes] | None:
+        """Return body bytes and what follows the body; None when it is refused for them."""
+        try:
+            fed = upload.feed(data)
+        except ChunkedError as error:
+            self.refuse(ModelRefusal(DenyReason.MALFORMED_REQUEST, f"The request body is malformed: {error}"))
+            return None
+        if upload.announced > self._proxy.limits.max_request_bytes:
+            self.refuse(self._proxy.too_large())
+            return None
+        self.receiving = not upload.done
+        self._bytes_up += len(fed[0])
+        return fed
 
-    def _hold(self, body: bytes) -> None:
-        if not self._proxy.hold(len(body)):
+    def _count_held(self, count: int) -> bool:
+        """Count body bytes as held; without room for them the exchange has ended."""
+        if not self._proxy.hold(count):
             self.refuse(ModelRefusal(DenyReason.OVERLOADED, "The gateway holds too many request bodies; try again", 1))
-            return
-        self._held += body
-        self._held_bytes += len(body)
-        if not self.receiving:
-            self._judge()
+            return False
+        self._held_bytes += count
+        return True
 
-    def _judge(self) -> None:
+    def _judge(self, body: bytes) -> None:
         """Hold the whole body against the session's rules, then send it."""
         ask = self._ask
-        assert self._route.body is not None
-        account = ask.session.model
-        limits_tokens = self._route.metered and account.limits_tokens
-        body = bytes(self._held)
-        self._held = bytearray()
-        facts = read_body(body, self._route.body, ask.session.grant.models, limits_tokens=limits_tokens)
+        session, route = ask.session, ask.request.destination.route
+        assert route.body is not None
+        limits_tokens = route.metered and session.model.limits_tokens
+        facts = read_body(body, route.body, session.grant.models, limits_tokens=limits_tokens)
         if isinstance(facts, ModelRefusal):
             self.refuse(facts)
             return
         if limits_tokens:
             # A token is at least one byte of the request, so its size is the most input it can be.
-            reservation = account.reserve(len(body), facts.output_tokens)
+            reservation = session.model.reserve(len(body), facts.output_tokens)
             if isinstance(reservation, ModelRefusal):
                 self.refuse(reservation)
                 return
             self._reservation = reservation
-        self._open(b"content-length: %d\r\n" % len(body))
-        self._send(body)
-        self._flush()
+        self._open(framing_line(len(body)), body)
 
-    def _open(self, framing: bytes) -> None:
+    def _open(self, framing: bytes, body: bytes = b"") -> None:
+        """The request is passed on: begin with its head, and the `body` if it is whole."""
         ask = self._ask
         self._opened = True
         self._proxy.report_allowed(ask)
-        self._phase = Phase.CONNECTING
         self._quiet_since = self._started
-        request, provider = ask.request, ask.provider
-        line = b"%b %b%b HTTP/1.1\r\n" % (request.method, provider.url.base_path, request.destination.target)
-        self._send(b"".join((line, provider.fixed_headers(), request.passed, framing, b"\r\n")))
         connection = ask.provider.pool.acquire(self)
         if connection is not None:
             self._attach(connection)
+        else:
+            self._phase = Phase.CONNECTING
+        self._send(b"%b%b\r\n%b" % (ask.head(), framing, body))
 
     def _attach(self, connection: UpstreamConnection) -> None:
         self._upstream = connection
         connection.start(self)
         self._phase = Phase.SENDING
         self._replay = [] if connection.reused else None
+        self._replay_bytes = 0
 
     def _send(self, data: bytes) -> None:
-        self._pending.append(data)
-        self._pending_bytes += len(data)
-
-    def _flush(self) -> None:
-        """Write what is to be sent, in one call: on loopback a write costs more than all the rest of a request."""
-        if self._upstream is None:
+        """Write to the provider, in one call what is there: on loopback a write costs more than all the rest of a request."""
+        upstream = self._upstream
+        if upstream is None:
+            if self._pending is None:
+                self._pending = []
+            self._pending.append(data)
+            self._pending_bytes += len(data)
             if self._pending_bytes > MAX_PENDING_BYTES and self.receiving:
-                self._client.set_reading(False)
+                self._client.pause()
             return
-        pending = self._pending
-        if pending:
-            self._sent_any = True
-            if self._replay is not None:
-                self._replay_bytes += self._pending_bytes
-                self._replay = self._replay + pending if self._replay_bytes <= MAX_REPLAY_BYTES else None
-            self._pending, self._pending_bytes = [], 0
-            self._upstream.write(b"".join(pending))
-            if self._held_bytes and not self._upstream.is_full:
-                self._drop_held()
+        self._sent_any = True
+        if self._replay is not None:
+            self._replay_bytes += len(data)
+            if self._replay_bytes <= MAX_REPLAY_BYTES:
+                self._replay.append(data)
+            else:
+                self._replay = None
+        upstream.write(data)
+        if self._held_bytes and not upstream.is_full:
+            self._drop_held()
         if not self.receiving and self._phase is Phase.SENDING:
             self._phase = Phase.WAITING
-
-    def _relay_specially(self, data: bytes) -> None:
-        """Relay the first bytes of a body with the reply's head, and bodies that are not passed as they are."""
-        if self._redactor is not None:
-            data = self._redactor.feed(data)
-        if self._rechunk and data:
-            data = encode_chunk(data)
-        head, self._reply_head = self._reply_head, b""
-        if head:
-            self._client.write(head + data)
-        elif data:
-            self._client.write(data)
-        self._plain = self._redactor is None and not self._rechunk
 
     def _drop_held(self) -> None:
         self._proxy.unhold(self._held_bytes)
         self._held_bytes = 0
-        self._held = bytearray()

@@ -5,15 +5,12 @@ import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Final, Protocol
 
-import msgspec
-
 from gateway.access import AuditLog, ModelCost
 from gateway.config import GatewayConfig
 from gateway.contract.limits import GatewayLimits
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.model_request import RequestRules
 from gateway.core.providers import ANTHROPIC, SHAPES, Shape, parse_upstream
-from gateway.core.usage import TokenUsage
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.credentials import ModelKey
 from gateway.metrics import Metrics
@@ -21,13 +18,15 @@ from gateway.net.poller import Poller
 from gateway.net.upstream_pool import UpstreamPool, client_context
 
 if TYPE_CHECKING:
-    from gateway.net.model_exchange import Ask
+    from gateway.net.model_ask import Ask
 
 # Connections that wait for their clients to read a last reply; more are closed at once, as a flood of refusals would be.
 MAX_LINGERING: Final = 1024
 # Parts of the shortest limit that a deadline may be late.
 _TICKS_PER_LIMIT: Final = 8
 _MAX_TICK_S: Final = 0.25
+# By the first digit of a status.
+_CLASSES: Final = ("aborted", "aborted", "2xx", "3xx", "4xx", "5xx")
 
 
 class ProviderError(Exception):
@@ -45,18 +44,6 @@ class Ticking(Protocol):
 
     def abort(self, reason: CloseReason) -> None:
         """End now."""
-
-
-class Spent(msgspec.Struct, frozen=True):
-    """What a request that was passed on came to. `status` is 0 and `first_byte_s` None when no reply began."""
-
-    status: int
-    model: str
-    tokens: TokenUsage
-    bytes_up: int
-    bytes_down: int
-    seconds: float
-    first_byte_s: float | None
 
 
 class Provider:
@@ -91,6 +78,8 @@ class ModelProxy:
     ) -> None:
         self.limits: GatewayLimits = config.limits
         self.draining = False
+        # Requests that are being served, from their head to the end of their reply.
+        self.running = 0
         self._audit = audit
         self._metrics = metrics
         self._held_bytes = 0
@@ -272,31 +261,25 @@ class ModelProxy:
         url = ask.provider.url
         self._audit.write(ask.session.id, "refuse", "model", url.host, url.port, "", reason)
 
-    def report_closed(self, ask: "Ask", reason: CloseReason | DenyReason, spent: "Spent") -> None:
-        """Log the end of a request that was passed on: what it cost, never what was said."""
-        url, tokens, whole = ask.provider.url, spent.tokens, reason is CloseReason.DONE
-        self._statuses[f"{spent.status // 100}xx" if whole else "aborted"] += 1
-        if spent.first_byte_s is not None:
-            self._metrics.model_first_byte_seconds.observe(spent.first_byte_s)
-        cost = ModelCost(
-            model=spent.model,
-            status=spent.status,
-            input_tokens=tokens.input_tokens,
-            output_tokens=tokens.output_tokens,
-            cache_read_tokens=tokens.cache_read_tokens,
-            cache_write_tokens=tokens.cache_write_tokens,
-            first_byte_ms=int((spent.first_byte_s or 0) * 1000),
-        )
+    def report_closed(
+        self,
+        ask: "Ask",
+        reason: CloseReason | DenyReason,
+        cost: ModelCost,
+        bytes_up: int,
+        bytes_down: int,
+        seconds: float,
+        first_byte_s: float | None,
+    ) -> None:
+        """Log the end of a request that was passed on: what it cost, never what was said.
+
+        `first_byte_s` is None when no reply began.
+        """
+        url = ask.provider.url
+        self._statuses[_CLASSES[cost.status // 100] if reason is CloseReason.DONE else "aborted"] += 1
+        if first_byte_s is not None:
+            self._metrics.model_first_byte_seconds.observe(first_byte_s)
         self._audit.write(
-            ask.session.id,
-            "close",
-            "model",
-            url.host,
-            url.port,
-            "",
-            reason,
-            spent.bytes_up,
-            spent.bytes_down,
-            int(spent.seconds * 1000),
-            cost,
-        )
+            ask.session.id, "close", "model", url.host, url.port, "", reason,
+            bytes_up, bytes_down, int(seconds * 1000), cost,
+        )  # fmt: skip

@@ -13,7 +13,7 @@ from gateway.core.incomplete import INCOMPLETE
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_budget import ModelAccount, Outcome, Reservation
 from gateway.core.model_refusal import ModelRefusal, encode_refusal
-from gateway.core.model_request import Request, RequestReader, RequestRules
+from gateway.core.model_request import Opening, RequestReader, RequestRules
 from gateway.core.providers import ANTHROPIC, OPENAI, SHAPES, BodyRule, ProviderSettings, parse_upstream
 from gateway.core.redact import Redactor
 from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, JsonUsage, StreamUsage, TokenUsage
@@ -98,7 +98,7 @@ def test_what_is_remembered_of_one_head_never_changes_the_reading_of_the_next(he
 def test_every_beginning_of_a_head_is_incomplete_or_refused_as_the_whole(data: bytes, head: bytes) -> None:
     assert RequestReader(RULES).read(data) is not None
     whole = RequestReader(RULES).read(head)
-    if isinstance(whole, Request):
+    if isinstance(whole, Opening):
         for size in range(whole.size):
             assert RequestReader(RULES).read(head[:size]) is INCOMPLETE
 
