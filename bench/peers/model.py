@@ -145,10 +145,12 @@ class ModelGateway(GatewayPeer):
 
 
 class AiohttpRelay(ProgramPeer):
-    """The plainest relay one would write: aiohttp server and client, chunk by chunk, the key put in, nothing checked."""
+    """The plainest relay one would write on aiohttp server and client (`relay.py`). It leaves a line a request, as the gateway does."""
 
     name = "aiohttp-relay"
+    checks = "nothing; access log on"
     uid = FIRST_UID + 1
+    _log = "access.log"
 
     @classmethod
     def missing(cls) -> str:
@@ -161,7 +163,14 @@ class AiohttpRelay(ProgramPeer):
         self._port = free_port()
         program = directory / "relay.py"
         program.write_text((Path(__file__).parent / "relay.py").read_text())
-        self._run([sys.executable, str(program), str(self._port), ground.plain, KEY], directory, self._port)
+        log = ""
+        if self._log:
+            file = directory / self._log
+            file.touch()
+            if os.geteuid() == 0:
+                os.chown(file, self.uid, self.uid)
+            log = str(file)
+        self._run([sys.executable, str(program), str(self._port), ground.plain, KEY, log], directory, self._port)
 
     def model_route(self) -> ModelRoute:
         """Return the relay's address."""
@@ -169,6 +178,15 @@ class AiohttpRelay(ProgramPeer):
 
     def _verify(self, ground: Ground) -> None:
         pass
+
+
+class QuietAiohttpRelay(AiohttpRelay):
+    """The same without its log."""
+
+    name = "aiohttp-quiet"
+    checks = "nothing; no log"
+    uid = FIRST_UID + 3
+    _log = ""
 
 
 class ModelCommand(ProgramPeer):
@@ -198,4 +216,4 @@ class ModelCommand(ProgramPeer):
         pass
 
 
-MODEL_PEERS: Final[tuple[type[Peer], ...]] = (DirectModel, ModelGateway, AiohttpRelay)
+MODEL_PEERS: Final[tuple[type[Peer], ...]] = (DirectModel, ModelGateway, AiohttpRelay, QuietAiohttpRelay)

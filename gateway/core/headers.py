@@ -67,19 +67,23 @@ class ReplyHead:
     @property
     def is_delimited(self) -> bool:
         """Whether the body ends by itself, rather than with the connection (RFC 9112 §6.3)."""
-        if b"\r\ncontent-length:" in self._lower or self._status in (204, 304):
+        if b"\ncontent-length:" in self._lower or self._status in (204, 304):
             return True
-        return any(b"chunked" in value for value in self._values(b"transfer-encoding"))
+        return b"\ntransfer-encoding:" in self._lower and any(
+            b"chunked" in value for value in self._values(b"transfer-encoding")
+        )
 
     @property
     def is_event_stream(self) -> bool:
         """Whether the body is server-sent events."""
-        return any(value.startswith(b"text/event-stream") for value in self._values(b"content-type"))
+        return b"text/event-stream" in self._lower and any(
+            value.startswith(b"text/event-stream") for value in self._values(b"content-type")
+        )
 
     @property
     def is_encoded(self) -> bool:
         """Whether the body has a content coding, through which usage cannot be read."""
-        return b"\r\ncontent-encoding:" in self._lower and not {b"", b"identity"}.issuperset(
+        return b"\ncontent-encoding:" in self._lower and not {b"", b"identity"}.issuperset(
             self._values(b"content-encoding")
         )
 

@@ -4,7 +4,7 @@ Read only when a session's grant asks for it. Two readers that take different va
 rule between them, so a key that is there twice, or in another case (Go's decoder ignores case), is refused.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from fnmatch import fnmatchcase
 from types import MappingProxyType
 from typing import Any, Final
@@ -25,29 +25,27 @@ _MAX_KEYS: Final = 256
 class _Key:
     """A key that equals no other, so that a dictionary keeps every pair of the object."""
 
-    __slots__ = ("name",)
-
-    def __init__(self, name: str) -> None:
-        self.name = name
+    __slots__ = ()
 
 
 class _Pairs:
     """Decodes one object after the other as its pairs, of which each has at most _MAX_KEYS."""
 
     def __init__(self) -> None:
-        self._count = 0
+        self._names: list[str] = []
         self._decode = msgspec.json.Decoder(dict[_Key, msgspec.Raw], dec_hook=self._make_key).decode
 
     def _make_key(self, _kind: type, name: Any) -> _Key:
-        self._count += 1
-        if self._count > _MAX_KEYS:
+        names = self._names
+        names.append(name)
+        if len(names) > _MAX_KEYS:
             raise _BodyError("it has too many keys")
-        return _Key(name)
+        return _Key()
 
-    def of(self, body: bytes | msgspec.Raw) -> dict[_Key, msgspec.Raw]:
+    def of(self, body: bytes | msgspec.Raw) -> Iterable[tuple[str, msgspec.Raw]]:
         """Return the pairs. Raises _BodyError, and msgspec's errors."""
-        self._count = 0
-        return self._decode(body)
+        names = self._names = []
+        return zip(names, self._decode(body).values(), strict=True)
 
 
 # Stands for a value whose key is spelled in another case.
@@ -99,11 +97,11 @@ def _read_object(body: bytes | msgspec.Raw) -> dict[str, msgspec.Raw]:
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
         raise _BodyError("it is not a JSON object") from error
     fields: dict[str, msgspec.Raw] = {}
-    for key, value in pairs.items():
-        name = key.name.casefold()
+    for spelled, value in pairs:
+        name = spelled.casefold()
         if name in fields:
             raise _BodyError("a key is there twice")
-        fields[name] = value if name == key.name else _ODD
+        fields[name] = value if name == spelled else _ODD
     return fields
 
 

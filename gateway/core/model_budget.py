@@ -20,6 +20,8 @@ from gateway.core.usage import TokenUsage
 from gateway.core.verdict import DenyReason
 
 _MINUTE_S: Final = 60.0
+# More tokens than any session uses, so that having no limit is no case of its own.
+_NO_LIMIT: Final = 1 << 62
 # When a slot or a reservation of another request comes free cannot be known; SDKs back off by themselves from here.
 _RETRY_SOON_S: Final = 1
 # Relayed bytes per output token, for streams that end before they say what they used. An event of ~150 bytes carries
@@ -48,8 +50,8 @@ class Reservation(msgspec.Struct, frozen=True):
 class ModelAccount:
     """What one session asks of models. Times are seconds of one monotonic clock."""
 
-    __slots__ = ("_budget", "_elsewhere", "_input_before", "_output_before", "_reserved_input", "_reserved_output", "_starts", "_tokens",
-                 "connections", "in_flight", "requests")  # fmt: skip
+    __slots__ = ("_budget", "_elsewhere", "_input_before", "_most_input", "_most_output", "_output_before", "_reserved_input",
+                 "_reserved_output", "_starts", "_tokens", "connections", "in_flight", "requests")  # fmt: skip
 
     def __init__(self, budget: ModelBudget, used: Usage) -> None:
         self._tokens = TokenUsage()
@@ -67,6 +69,8 @@ class ModelAccount:
     def update(self, budget: ModelBudget, used: Usage) -> None:
         """Put a new grant's budget in force. `used` is from earlier epochs; what this epoch used stays."""
         self._budget = budget
+        self._most_input = budget.input_tokens or _NO_LIMIT
+        self._most_output = budget.output_tokens or _NO_LIMIT
         self._input_before = used.input_tokens + used.cache_read_tokens + used.cache_write_tokens
         self._output_before = used.output_tokens
 
@@ -136,8 +140,10 @@ class ModelAccount:
 
         Each successful start is followed by exactly one `finish`.
         """
-        if metered and (refusal := self._spent(self._used_input(), self._used_output())):
-            return refusal
+        if metered:
+            used_input, used_output = self._used()
+            if used_input >= self._most_input or used_output >= self._most_output:
+                return self._exhausted(used_input)
         if self.in_flight >= concurrent:
             return ModelRefusal(
                 DenyReason.NO_FREE_SLOT, f"The session has {concurrent} model requests in flight already", _RETRY_SOON_S
@@ -165,17 +171,20 @@ class ModelAccount:
 
     def reserve(self, input_tokens: int, output_tokens: int | None) -> Reservation | ModelRefusal:
         """Set tokens aside for a request; with `output_tokens` None all that are left. Ends in exactly one `settle`."""
-        used_input, used_output = self._used_input(), self._used_output()
-        if refusal := self._spent(used_input, used_output):
-            return refusal
-        if self._spent(used_input + self._reserved_input, used_output + self._reserved_output):
+        used_input, used_output = self._used()
+        if used_input >= self._most_input or used_output >= self._most_output:
+            return self._exhausted(used_input)
+        if (
+            used_input + self._reserved_input >= self._most_input
+            or used_output + self._reserved_output >= self._most_output
+        ):
             return ModelRefusal(
                 DenyReason.RATE_LIMITED,
                 "What is left of the session's token budget is reserved for requests in flight",
                 _RETRY_SOON_S,
             )
         if output_tokens is None:
-            left = self._budget.output_tokens - used_output - self._reserved_output
+            left = self._most_output - used_output - self._reserved_output if self._budget.output_tokens else 0
             output_tokens = max(0, left)
         self._reserved_input += input_tokens
         self._reserved_output += output_tokens
@@ -201,24 +210,17 @@ class ModelAccount:
         total.cache_read_tokens += usage.cache_read_tokens
         total.cache_write_tokens += usage.cache_write_tokens
 
-    def _used_input(self) -> int:
+    def _used(self) -> tuple[int, int]:
+        """Return the input and output tokens that were used in all epochs."""
         tokens = self._tokens
-        return self._input_before + tokens.input_tokens + tokens.cache_read_tokens + tokens.cache_write_tokens
+        return (
+            self._input_before + tokens.input_tokens + tokens.cache_read_tokens + tokens.cache_write_tokens,
+            self._output_before + tokens.output_tokens,
+        )
 
-    def _used_output(self) -> int:
-        return self._output_before + self._tokens.output_tokens
-
-    def _spent(self, used_input: int, used_output: int) -> ModelRefusal | None:
-        budget = self._budget
-        if used_input >= budget.input_tokens > 0:
-            return _exhausted(budget.input_tokens, "input")
-        if used_output >= budget.output_tokens > 0:
-            return _exhausted(budget.output_tokens, "output")
-        return None
-
-
-def _exhausted(limit: int, kind: str) -> ModelRefusal:
-    return ModelRefusal(DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up")
+    def _exhausted(self, used_input: int) -> ModelRefusal:
+        limit, kind = (self._most_input, "input") if used_input >= self._most_input else (self._most_output, "output")
+        return ModelRefusal(DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up")
 
 
 def _estimate(reservation: Reservation, usage: TokenUsage, relayed_bytes: int) -> TokenUsage:

@@ -89,38 +89,45 @@ class RequestReader:
     from one connection to another.
     """
 
-    __slots__ = ("_after", "_before", "_last", "_rules")
+    __slots__ = ("_after", "_before", "_rules", "last", "length")
 
     def __init__(self, rules: RequestRules) -> None:
         self._rules = rules
         # The last head that had a length: what stands before its digits, and after them.
         self._before = b""
         self._after = b""
-        self._last: Request | None = None
+        self.last: Request | None = None
+        # What the repeated head said of its body.
+        self.length = 0
 
     def read(self, data: bytes) -> Opening | Unacceptable | Incomplete:
         """Read the head at the start of `data`."""
-        last = self._last
-        if last is not None and data.startswith(self._before):
-            # Neither part holds an empty line but at the end, so a head that consists of both ends where they do.
-            start = len(self._before)
-            end = data.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
-            size = end + len(self._after)
-            digits = data[start:end]
-            if (
-                data.startswith(self._after, end)
-                and digits.isdigit()
-                and not digits.startswith(b"0")
-                and size <= self._rules.max_head_bytes
-            ):
-                return Opening(last, ContentLength(int(digits)), size)
+        last = self.last
+        if last is not None and (size := self.size_of_repeated(data)):
+            return Opening(last, ContentLength(self.length), size)
         opening = self._parse(data)
         if isinstance(opening, Opening):
             length = _find_length(data, 0, opening.size)
             if length is not None:
                 self._before, self._after = data[: length.start(1)], data[length.end(1) : opening.size]
-                self._last = opening.request
+                self.last = opening.request
         return opening
+
+    def size_of_repeated(self, data: bytes) -> int:
+        """Return the size of the head at the start of `data` if it is the last one again but for its `length`, else 0."""
+        before = self._before
+        if not before or not data.startswith(before):
+            return 0
+        # Neither part holds an empty line but at the end, so a head that consists of both ends where they do.
+        start, after = len(before), self._after
+        end = data.find(b"\r", start, start + _MAX_LENGTH_DIGITS + 1)
+        digits, size = data[start:end], end + len(after)
+        if not (data.startswith(after, end) and digits.isdigit() and size <= self._rules.max_head_bytes):
+            return 0
+        if digits.startswith(b"0"):
+            return 0
+        self.length = int(digits)
+        return size
 
     def _parse(self, data: bytes) -> Opening | Unacceptable | Incomplete:
         rules = self._rules

@@ -204,7 +204,7 @@ class JsonUsage(UsageReader):
 
     def end(self) -> None:
         if self._size <= MAX_JSON_BYTES:
-            self._take(b"".join(self._held))
+            self._take(self._held[0] if len(self._held) == 1 else b"".join(self._held))
         self._held.clear()
 
     def ends_with(self, markers: tuple[bytes, ...]) -> bool:

@@ -78,9 +78,19 @@ class ModelClient(Wire):
             if self._discarded > self._proxy.limits.max_request_bytes:
                 self.close()
             return
-        exchange = self._exchange
-        if exchange is not None and exchange.receiving:
-            data = exchange.receive(data)
+        exchange, ask = self._exchange, self._ask
+        if exchange is not None:
+            if exchange.receiving:
+                data = exchange.receive(data)
+        elif not (self._buffer or self._waiting or ask is None) and ask.is_current(self._gateway.registry):
+            # The usual case: one more request like the one before. Credentials and all they were checked against are the
+            # very ones of then.
+            reader = self._reader
+            if ask.request is reader.last and (size := reader.size_of_repeated(data)):
+                self._begin(ask, ContentLength(reader.length), data[size:])
+                if self._buffer:
+                    self._serve()
+                return
         if data and not self._last:
             self._buffer = self._buffer + data if self._buffer else data
             self._serve()
@@ -191,13 +201,13 @@ class ModelClient(Wire):
         registry, ask = self._gateway.registry, self._ask
         if ask is not None and ask.request is opening.request and ask.is_current(registry):
             # Credentials and all they were checked against are the very ones of the request before.
-            self._begin(ask, opening)
+            self._begin(ask, opening.framing, self._buffer)
             return
         destination = opening.request.destination
         session = registry.authenticate(destination.session_id, opening.request.terms.token, self._caller)
         if not isinstance(session, Deny):
             self._ask = Ask(session, self._proxy.provider(destination.provider), opening.request)
-            self._begin(self._ask, opening)
+            self._begin(self._ask, opening.framing, self._buffer)
         elif registry.ready or registry.get(destination.session_id) is not None:
             self.refuse(destination.shape, ModelRefusal(session.reason, session.message), close=True)
         elif not self._proxy.begin_wait():
@@ -208,9 +218,10 @@ class ModelClient(Wire):
             self._deadline = time.monotonic() + self._proxy.limits.resync_wait_ms / 1000
             registry.when_ready(self._on_ready)
 
-    def _begin(self, ask: Ask, opening: Opening) -> None:
-        """Serve a request whose sender is known."""
-        proxy, framing, account = self._proxy, opening.framing, ask.session.model
+    def _begin(self, ask: Ask, framing: BodyFraming, data: bytes) -> None:
+        """Serve a request whose sender is known; `data` is what was read beyond its head."""
+        self._buffer = data
+        proxy, account = self._proxy, ask.session.model
         now, limits = time.monotonic(), proxy.limits
         concurrent = limits.model_requests_per_session
         if ask.session is not self._session and not self._adopt(ask.session, concurrent):
@@ -224,10 +235,10 @@ class ModelClient(Wire):
         if started is not None:
             self._turn_away(ask, framing, started)
             return
-        if ask.request.terms.expects_continue and not self._buffer:
+        if ask.request.terms.expects_continue and not data:
             self.write(CONTINUE)
+        self._buffer = b""
         exchange = self._exchange = Exchange(self, proxy, ask, now)
-        data, self._buffer = self._buffer, b""
         self._buffer = exchange.begin(framing, data)
 
     def _turn_away(self, ask: Ask, framing: BodyFraming, refusal: ModelRefusal) -> None:

@@ -4,8 +4,8 @@ It holds nothing back but a body that a rule must read first. Whatever ends it, 
 closed, usage is booked, and the client can tell a whole reply from a cut one.
 """
 
-import enum
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Final
 
 from gateway.access import ModelCost
@@ -13,6 +13,7 @@ from gateway.core.chunked import ChunkedError
 from gateway.core.head import BodyFraming, ContentLength, NoBody
 from gateway.core.model_body import read_body
 from gateway.core.model_budget import Outcome, Reservation
+from gateway.core.model_phase import Phase, patience_ms
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.model_reply import Reply
 from gateway.core.model_upload import Upload, framing_line
@@ -29,17 +30,6 @@ if TYPE_CHECKING:
 MAX_PENDING_BYTES: Final = 256 * 1024
 # A request larger than this is not sent again on a new connection: it is not kept for it.
 MAX_REPLAY_BYTES: Final = 1024 * 1024
-
-
-class Phase(enum.Enum):
-    """What an exchange waits for."""
-
-    HOLDING = "holding"  # the whole body, because a rule must read it
-    CONNECTING = "connecting"
-    SENDING = "sending"  # more of the request's body
-    WAITING = "waiting"  # the reply's first byte
-    REPLYING = "replying"
-    ENDED = "ended"
 
 
 class Exchange:
@@ -92,11 +82,11 @@ class Exchange:
                 return b""
             if isinstance(framing, ContentLength) and len(data) >= framing.length:
                 # The usual case: the body came with the head.
-                body = data[: framing.length]
-                self._bytes_up = len(body)
-                if self._count_held(len(body)):
+                size = self._bytes_up = framing.length
+                body, rest = (data, b"") if len(data) == size else (data[:size], data[size:])
+                if self._count_held(size):
                     self._judge(body)
-                return data[framing.length :]
+                return rest
             self._held = bytearray()
         elif isinstance(framing, NoBody):
             self._open(b"" if self._ask.request.method == b"GET" else framing_line(0))
@@ -164,33 +154,28 @@ class Exchange:
             self._moved = moved
             self._quiet_since = now
             return
-        quiet = now - self._quiet_since
         if self._replay is not None and self._upstream is not None and not self._upstream.took_nothing():
             self._replay = None
+        if now - self._quiet_since < patience_ms(self._phase, limits) / 1000:
+            return
         match self._phase:
             case Phase.HOLDING:
-                if quiet >= limits.model_first_byte_timeout_ms / 1000:
-                    self._time_out_client()
+                self._time_out_client()
             case Phase.CONNECTING:
-                if quiet >= limits.model_connect_timeout_ms / 1000:
-                    dialing = self._ask.provider.pool.is_dialing_for(self)
-                    self.refuse(
-                        ModelRefusal(DenyReason.CONNECT_TIMEOUT, "The model provider did not answer in time")
-                        if dialing
-                        else ModelRefusal(DenyReason.OVERLOADED, "All connections to the model provider are in use", 1)
-                    )
+                dialing = self._ask.provider.pool.is_dialing_for(self)
+                self.refuse(
+                    ModelRefusal(DenyReason.CONNECT_TIMEOUT, "The model provider did not answer in time")
+                    if dialing
+                    else ModelRefusal(DenyReason.OVERLOADED, "All connections to the model provider are in use", 1)
+                )
+            case Phase.SENDING if self._client.is_paused:
+                self._time_out("The model provider stopped reading the request")
             case Phase.SENDING:
-                if quiet >= limits.model_idle_timeout_ms / 1000:
-                    if self._client.is_paused:
-                        self._time_out("The model provider stopped reading the request")
-                    else:
-                        self._time_out_client()
+                self._time_out_client()
             case Phase.WAITING:
-                if quiet >= limits.model_first_byte_timeout_ms / 1000:
-                    self._time_out("The model provider did not answer in time")
+                self._time_out("The model provider did not answer in time")
             case Phase.REPLYING:
-                if quiet >= limits.model_idle_timeout_ms / 1000:
-                    self._time_out("The model provider fell silent")
+                self._time_out("The model provider fell silent")
 
     # --- from the upstream connection (UpstreamOwner)
 
@@ -207,17 +192,14 @@ class Exchange:
     def interim_reply(self, head: bytes) -> None:
         self._client.write(head)
 
-    def reply_started(self, status: int, head: bytes) -> None:
+    def reply_started(self, status: int, head: bytes) -> Callable[[bytes], object]:
         ask = self._ask
         self._first_byte_at = time.monotonic()
         self._phase = Phase.REPLYING
         self._replay = None
         close = ask.request.terms.close or self.receiving or self._proxy.draining
-        self._reply = Reply(ask.request.destination.route, status, head, ask.provider.key(), close=close)
-
-    def body_received(self, body: bytes) -> None:
-        assert self._reply is not None
-        self._reply.usage.feed(body)
+        reply = self._reply = Reply(ask.request.destination.route, status, head, ask.provider.key(), close=close)
+        return reply.usage.feed
 
     def relay(self, data: bytes) -> None:
         reply = self._reply

@@ -6,6 +6,7 @@ business.
 
 import socket
 import struct
+from collections.abc import Callable
 from typing import Final, Protocol
 
 import httptools
@@ -37,11 +38,8 @@ class UpstreamOwner(Protocol):
     def interim_reply(self, head: bytes) -> None:
         """A 1xx reply came; the final one follows."""
 
-    def reply_started(self, status: int, head: bytes) -> None:
-        """The final reply's head came."""
-
-    def body_received(self, body: bytes) -> None:
-        """Body bytes, without their transfer coding. Called before the same bytes are relayed."""
+    def reply_started(self, status: int, head: bytes) -> Callable[[bytes], object]:
+        """The final reply's head came. Returns who takes the body without its transfer coding, before it is relayed."""
 
     def relay(self, data: bytes) -> None:
         """Body bytes as they are framed."""
@@ -73,7 +71,7 @@ class UpstreamConnection(Wire):
     """One connection to the provider; serves one exchange at a time."""
 
     __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_pool", "_reusable",
-                 "_settled", "_surplus", "_written", "reused")  # fmt: skip
+                 "_settled", "_surplus", "_take_body", "reused")  # fmt: skip
 
     def __init__(self, pool: ConnectionKeeper, poller: Poller, sock: socket.socket, *, over_tls: bool) -> None:
         super().__init__(poller, sock)
@@ -87,7 +85,7 @@ class UpstreamConnection(Wire):
         self._reusable = False
         self._surplus = False
         self._interims = 0
-        self._written = 0
+        self._take_body: Callable[[bytes], object] = bool
         # Acknowledged bytes at the start (the SYN is one), and when the present request began.
         self._before = 0
         self._before = self._acknowledged()
@@ -106,11 +104,6 @@ class UpstreamConnection(Wire):
         if self._over_tls and self.reused:
             self._settled = self._acknowledged()
 
-    def write(self, data: bytes) -> None:
-        """Send."""
-        self._written += len(data)
-        super().write(data)
-
     def took_nothing(self) -> bool:
         """Tell whether the peer's kernel acknowledged no byte of the request that is being served.
 
@@ -126,7 +119,7 @@ class UpstreamConnection(Wire):
             self.reused = True
             if not self._over_tls:
                 # All that was written was one whole request after the other, and each was answered.
-                self._settled = self._written
+                self._settled = self.written_bytes
             if self.is_paused:
                 self.resume()
             self._pool.put_back(self)
@@ -194,8 +187,7 @@ class UpstreamConnection(Wire):
             self._surplus = True
 
     def on_body(self, body: bytes) -> None:
-        if self._owner is not None:
-            self._owner.body_received(body)
+        self._take_body(body)
 
     def on_message_complete(self) -> None:
         self._complete = True
@@ -219,7 +211,7 @@ class UpstreamConnection(Wire):
             status = self._parser.get_status_code()
             if status >= 200:
                 self._head = None
-                owner.reply_started(status, head)
+                self._take_body = owner.reply_started(status, head)
                 return data
             self._interims += 1
             if status == 101 or self._interims > MAX_INTERIM_REPLIES:

@@ -34,7 +34,7 @@ class Wire(ABC):
     """Owns `sock`. A write never calls back but for `filled`, so a caller need not fear to be gone after it."""
 
     __slots__ = ("_poller", "_receive", "_send", "_unsent", "is_closed", "is_full", "is_paused", "sock",
-                 "unsent_bytes")  # fmt: skip
+                 "unsent_bytes", "written_bytes")  # fmt: skip
 
     def __init__(self, poller: Poller, sock: socket.socket) -> None:
         self._poller = poller
@@ -44,6 +44,7 @@ class Wire(ABC):
         # The first of these is offered to the socket again as it is: OpenSSL insists on it.
         self._unsent: deque[bytes | memoryview] | None = None
         self.unsent_bytes = 0
+        self.written_bytes = 0
         # Whether more is unsent than the other side should add to.
         self.is_full = False
         # Whether the peer is not read from at present.
@@ -73,9 +74,11 @@ class Wire(ABC):
 
     def write(self, data: bytes) -> None:
         """Send, and hold what is not taken now. After an end it goes nowhere."""
+        size = len(data)
+        self.written_bytes += size
         if self._unsent:
             self._unsent.append(data)
-            self.unsent_bytes += len(data)
+            self.unsent_bytes += size
         else:
             try:
                 sent = self._send(data)
@@ -85,7 +88,7 @@ class Wire(ABC):
                 # The reader finds the end, and before it what the peer may have said about it.
                 self._send = _discard
                 return
-            if sent == len(data):
+            if sent == size:
                 return
             self._hold(data, sent)
         if self.unsent_bytes > HIGH_WATER_BYTES and not self.is_full:
