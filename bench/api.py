@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, cast
@@ -37,6 +37,7 @@ from gateway.contract.policy import NetworkLevel
 from gateway.runtime.settings import parse
 
 SUITE: Final = "api"
+SCENARIOS: Final = ("api-get", "api-list", "api-list-failed", "api-create")
 _AT_ONCE: Final = (1, 4)
 _START_S: Final = 60.0
 _BEGAN_MS: Final = 1_700_000_000_000
@@ -166,12 +167,8 @@ class _Asker:
         # The same sessions in each run.
         self._chance = random.Random(7)
         self._problems: list[str] = []
-        self.questions: Final[dict[str, Callable[[], Awaitable[bool]]]] = {
-            "api-get": self._get,
-            "api-list": self._page,
-            "api-list-failed": self._failed,
-            "api-create": self._create,
-        }
+        asked = (self._get, self._page, self._failed, self._create)
+        self._questions: Final[dict[str, Callable[[], Awaitable[bool]]]] = dict(zip(SCENARIOS, asked, strict=True))
 
     async def _get(self) -> bool:
         name = f"bench-{self._chance.randrange(self._stored):05d}"
@@ -194,7 +191,7 @@ class _Asker:
 
     async def measure(self, scenario: str, at_once: int, requests: int, record: Record) -> None:
         """Ask `requests` times and fill the record in."""
-        ask = self.questions[scenario]
+        ask = self._questions[scenario]
         await self._latencies(ask, min(50, requests), at_once)
         self._problems.clear()
         processes = [self._daemon, os.getpid(), *(family(self._database) if self._database else ())]
@@ -258,7 +255,7 @@ async def _measure(
             order = list(askers.items())
             if number % 2:
                 order.reverse()
-            for scenario in order[0][1].questions:
+            for scenario in SCENARIOS:
                 for at_once in _AT_ONCE:
                     for name, asker in order:
                         title = scenario if at_once == 1 else f"{scenario}-{at_once}-at-once"
@@ -297,6 +294,32 @@ def run(run_: Run, plan: Plan, say: Callable[[str], None]) -> None:
             asyncio.run(_fill(database.url, plan.stored))
             daemons[name] = (database, stack.enter_context(_running(root, database.url)))
         asyncio.run(_measure(run_, plan, folder, daemons, say))
+
+
+def watch(
+    run_: Run,
+    plan: Plan,
+    scenario: str,
+    watchers: Sequence[Callable[[int, Record], contextlib.AbstractContextManager[None]]],
+    say: Callable[[str], None],
+) -> None:
+    """Ask one question on SQLite, once under each of the watchers: they are given the daemon's process id and the record."""
+
+    async def ask() -> None:
+        async with ControlClient(f"unix:{root}/api.sock") as client:
+            asker = _Asker(client, plan.stored, daemon, None)
+            for watcher in watchers:
+                record = Record(SUITE, scenario, "sqlite", 0, {})
+                with watcher(daemon, record):
+                    await asker.measure(scenario, 1, plan.requests, record)
+                run_.records.append(record)
+
+    with tempfile.TemporaryDirectory(prefix="opificia-bench-") as folder:
+        root, url = Path(folder), f"sqlite:///{folder}/control.db"
+        say(f"storing {plan.stored} sessions")
+        asyncio.run(_fill(url, plan.stored))
+        with _running(root, url) as daemon:
+            asyncio.run(ask())
 
 
 if __name__ == "__main__":

@@ -1,22 +1,24 @@
-"""Where the gateway's time goes while a scenario runs: the kernel's and the interpreter's functions, Python's, system calls.
+"""Where the time of the gateway (of control, for the API) goes while a scenario runs: the kernel's and the interpreter's functions, Python's, system calls.
 
 Each profiler that is installed watches one run of its own: perf (samples of C and kernel functions), py-spy (samples of Python
 functions), strace -c (counts of system calls; slows the process down a lot, so only the counts mean something).
 """
 
+import contextlib
 import re
 import shutil
 import signal
 import subprocess
 import tempfile
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
 from rich.console import Console
 
-from bench import egress, model
+from bench import api, egress, model
 from bench.load import LoadError
 from bench.peers.base import Peer
 from bench.peers.gateway import GatewayPeer
@@ -31,28 +33,32 @@ _STRACE: Final = "strace"
 
 
 def run(name: str, seconds: float, console: Console) -> int:
-    """Profile the gateway in a scenario of the egress or model suite. Returns 2 when there is no such scenario or profiler."""
+    """Profile the gateway, or for the api suite control, in a scenario. Returns 2 when there is no such scenario or profiler."""
     suites = {"egress": [*egress.scenarios(), *egress.scaling()], "model": model.scenarios()}
     found = [(suite, each) for suite, known in suites.items() for each in known if each.name == name]
-    if not found:
-        names = ", ".join(each.name for known in suites.values() for each in known)
+    if not found and name not in api.SCENARIOS:
+        names = ", ".join([*(each.name for known in suites.values() for each in known), *api.SCENARIOS])
         console.print(f"no such scenario; there are {names}", style="red")
         return 2
     tools = [tool for tool in (_PERF, _PY_SPY, _STRACE) if shutil.which(tool)]
     if not tools:
         console.print("none of perf, py-spy and strace is installed", style="red")
         return 2
-    suite, scenario = found[0]
-    settings = Settings(rounds=1, seconds=seconds, connections=int(seconds * 5_000))
     run_ = Run("", "", {})
-    watched: list[Scenario] = [_Watched(scenario, tool, console) for tool in tools]
     say: Callable[[str], None] = lambda text: console.print(text, style="dim", highlight=False)  # noqa: E731
     try:
-        if suite == "model":
-            model.run(run_, [ModelGateway()], watched, settings, say)
+        if not found:
+            plan = api.Plan(rounds=1, requests=int(seconds * 300), stored=2_000)
+            api.watch(run_, plan, name, [partial(_watch, tool, console) for tool in tools], say)
         else:
-            egress.run(run_, suite, [GatewayPeer()], watched, settings, say)
-    except LoadError as error:
+            suite, scenario = found[0]
+            settings = Settings(rounds=1, seconds=seconds, connections=int(seconds * 5_000))
+            watched: list[Scenario] = [_Watched(scenario, tool, console) for tool in tools]
+            if suite == "model":
+                model.run(run_, [ModelGateway()], watched, settings, say)
+            else:
+                egress.run(run_, suite, [GatewayPeer()], watched, settings, say)
+    except (LoadError, RuntimeError) as error:
         console.print(str(error), style="red")
         return 2
     problems = [*run_.failed, *(problem for record in run_.records for problem in record.problems)]
@@ -61,11 +67,33 @@ def run(name: str, seconds: float, console: Console) -> int:
     return 1 if problems else 0
 
 
+@contextlib.contextmanager
+def _watch(tool: str, console: Console, pid: int, record: Record) -> Iterator[None]:
+    """Have a profiler watch a process meanwhile, then print what it found."""
+    with tempfile.TemporaryDirectory(prefix="bench-profile-") as folder:
+        file = Path(folder) / "profile"
+        profiler = subprocess.Popen(_command(tool, pid, file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+        try:
+            yield
+        finally:
+            profiler.send_signal(signal.SIGINT)
+            _, said = profiler.communicate()
+        if not file.exists():
+            record.problems.append(f"{tool}: {said.decode(errors='replace').strip()}")
+            return
+        console.print(f"\n{record.scenario} under {tool}", style="bold")
+        for value, number in record.values.items():
+            if "cpu" in value:
+                console.print(f"  {value} {number:.4g}, the profiler's cost included", highlight=False)
+        for line in _table(tool, file)[:_LINES]:
+            console.print(line, highlight=False, markup=False)
+
+
 class _Watched(Scenario):
     """A scenario with a profiler at the gateway's process."""
 
     def __init__(self, scenario: Scenario, tool: str, console: Console) -> None:
-        super().__init__(f"{scenario.name} under {tool}")
+        super().__init__(scenario.name)
         self._scenario = scenario
         self._tool = tool
         self._console = console
@@ -74,26 +102,8 @@ class _Watched(Scenario):
         return self._scenario.applies(peer, stage)
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
-        with tempfile.TemporaryDirectory(prefix="bench-profile-") as folder:
-            file = Path(folder) / "profile"
-            profiler = subprocess.Popen(
-                _command(self._tool, peer.pids()[0], file), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
-            )
-            try:
-                results = self._scenario.run(peer, stage, record)
-            finally:
-                profiler.send_signal(signal.SIGINT)
-                _, said = profiler.communicate()
-            if not file.exists():
-                record.problems.append(f"{self._tool}: {said.decode(errors='replace').strip()}")
-                return results
-            self._console.print(f"\n{self.name}", style="bold")
-            for value, number in record.values.items():
-                if "cpu" in value:
-                    self._console.print(f"  {value} {number:.4g}, the profiler's cost included", highlight=False)
-            for line in _table(self._tool, file)[:_LINES]:
-                self._console.print(line, highlight=False, markup=False)
-        return results
+        with _watch(self._tool, self._console, peer.pids()[0], record):
+            return self._scenario.run(peer, stage, record)
 
 
 def _command(tool: str, pid: int, file: Path) -> Sequence[str]:
