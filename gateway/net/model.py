@@ -114,6 +114,10 @@ class ModelClient(Wire):
     def drained(self) -> None:
         if self._exchange is not None:
             self._exchange.resume()
+        elif not self._last:
+            self._deadline = time.monotonic() + KEEP_ALIVE_S
+            self.set_reading(True)
+            self._serve()
 
     def emptied(self) -> None:
         if self._last:
@@ -158,8 +162,8 @@ class ModelClient(Wire):
             self._exchange.tick(now)
             if self.is_paused and self._hung_up():
                 self.close()
-        elif self._last:
-            self._tick_last(now)
+        elif self._last or self.is_full:
+            self._tick_unsent(now)
         elif now < self._deadline:
             pass
         elif self._waiting is not None:
@@ -179,8 +183,11 @@ class ModelClient(Wire):
     # --- within
 
     def _serve(self) -> None:
-        """Serve what is in the buffer, until something must be waited for."""
-        while self._buffer and self._exchange is None and self._waiting is None and not self._last:
+        """Serve what is in the buffer, until something must be waited for.
+
+        One thing is a client that takes its replies more slowly than they come: a row of requests would fill the memory.
+        """
+        while self._buffer and self._exchange is None and self._waiting is None and not (self._last or self.is_full):
             opening = self._reader.read(self._buffer)
             if isinstance(opening, Unacceptable):
                 self.refuse(opening.shape, opening.refusal, close=True)
@@ -309,7 +316,8 @@ class ModelClient(Wire):
             # The client is gone: nobody to be kind to.
             self.close()
 
-    def _tick_last(self, now: float) -> None:
+    def _tick_unsent(self, now: float) -> None:
+        """Cut a client that takes nothing of what is held for it."""
         if self.unsent_bytes != self._seen_unsent:
             self._seen_unsent = self.unsent_bytes
             self._deadline = now + self._proxy.limits.model_idle_timeout_ms / 1000

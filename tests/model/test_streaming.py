@@ -5,11 +5,13 @@ import itertools
 import json
 import time
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from gateway.contract.policy import ModelBudget
 from tests.model.harness import running_proxy, until
-from tests.model.wire import STREAM_HEAD, Peer, ask, chunked, connected, reply, request, scripted
+from tests.model.wire import STREAM_HEAD, Client, Peer, ask, chunked, connected, reply, request, scripted
 from tests.support.provider import FakeProvider
 
 # What a careless relay breaks: CRLF line ends, bare CR, a byte order mark, characters of three and four bytes, no last newline.
@@ -209,3 +211,27 @@ async def test_passes_json_bodies_unchanged(provider: FakeProvider) -> None:
         assert (await ask(proxy.port, request(body))).status == 200
     assert provider.requests[0].body == body
     assert json.loads(body)["x"] == "€€"
+
+
+@pytest.mark.parametrize("budget", [ModelBudget(), ModelBudget(requests_per_minute=1)])
+async def test_a_row_of_requests_whose_replies_nobody_reads_fills_no_memory(budget: ModelBudget) -> None:
+    """One connection could take gigabytes: replies and refusals are written for as long as requests come."""
+    size = 100_000
+
+    async def handler(peer: Peer) -> None:
+        while True:
+            await peer.request()
+            await peer.send(reply(b"x" * size))
+
+    row = request(b"", method="GET", path="/model/s1/v1/models")
+    async with scripted(handler) as upstream, running_proxy(upstream.url, budget=budget) as proxy:
+        reader, writer = await asyncio.open_connection("127.0.0.1", proxy.port, limit=1024)
+        client = Client(reader, writer)
+        client.writer.write(row * 50_000)
+        # The kernel holds what it can; then the client is not read any more, because it does not read.
+        await until(lambda: bool(proxy.clients) and proxy.clients[0].is_full and proxy.clients[0].is_paused, seconds=60)
+        assert proxy.clients[0].unsent_bytes < 3 * size
+        # It goes on where it stopped.
+        for number in range(10):
+            assert (await client.reply()).status == (429 if number and budget.requests_per_minute else 200)
+        client.close()
