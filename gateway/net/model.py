@@ -116,7 +116,7 @@ class ModelClient(Wire):
             self._exchange.resume()
         elif not self._last:
             self._deadline = time.monotonic() + KEEP_ALIVE_S
-            self.set_reading(True)
+            self.resume()
             self._serve()
 
     def emptied(self) -> None:
