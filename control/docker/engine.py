@@ -18,7 +18,7 @@ import requests.exceptions
 from docker import APIClient
 from docker.constants import DEFAULT_DOCKER_API_VERSION
 
-from control.docker.stream import Stream, unreachable
+from control.docker.stream import Stream, arrived_cut, unreachable
 from control.docker.transport import EngineAdapter
 from control.docker.types import EngineError, EngineUnavailableError, NotFoundError
 
@@ -127,6 +127,9 @@ class Engine:
         except docker.errors.NotFound as error:
             raise NotFoundError(*_explain(error)) from error
         except docker.errors.APIError as error:
+            answer = error.response
+            if answer is not None and arrived_cut(answer.status_code, answer.headers.get("Content-Type")):
+                raise EngineUnavailableError("The connection to the engine was cut.") from error
             raise EngineError(*_explain(error)) from error
         except (requests.exceptions.RequestException, docker.errors.DockerException, OSError) as error:
             raise unreachable(self._socket_path, error) from error

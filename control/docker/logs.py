@@ -9,6 +9,7 @@ by U+FFFD, so what was taken is counted as the record would hold it.
 import asyncio
 import codecs
 import contextlib
+import logging
 from collections.abc import Callable
 from typing import Final
 
@@ -17,6 +18,8 @@ from control.docker.engine import Engine
 from control.docker.events import Events
 from control.docker.stream import Stream
 from control.docker.types import EngineUnavailableError, LogSink, LogStream, NotFoundError
+
+log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _RETRY_MOST_S: Final = 5.0
@@ -69,7 +72,7 @@ class LogFollower:
     async def run(self) -> None:
         """Return when the container has ended, or is gone, and all its output is in the sink.
 
-        Raises EngineError when the engine refuses; an engine that is away is waited for.
+        Raises EngineError when the engine refuses; an engine that is away is waited for, and so is a disk that is full.
         """
         retry_s = _RETRY_S
         # An attachment that ended while the engine stayed the same brought everything.
@@ -89,7 +92,9 @@ class LogFollower:
                         await self._read_record(follow=False)
                     return
                 elif generation in (attached_in, followed_in):
-                    # Both outputs are closed, and either the program closed them or its end is not recorded yet.
+                    # Both outputs are closed: by the program, by its end, which is not recorded yet, or by whatever is between
+                    # us and the engine. The record tells, should the container still run after another look.
+                    attached_in = followed_in = None
                     await self._another_look()
                 else:
                     await self._read_record(follow=True)
@@ -97,7 +102,11 @@ class LogFollower:
                 retry_s = _RETRY_S
             except NotFoundError:
                 return
-            except EngineUnavailableError:
+            except (EngineUnavailableError, OSError) as error:
+                if isinstance(error, OSError):
+                    log.warning("the output of container %s cannot be kept now: %s", self._container[:12], error)
+                # Whatever an attachment brings after this comes from the record.
+                attached_in = followed_in = None
                 await asyncio.sleep(retry_s)
                 retry_s = min(retry_s * 2, _RETRY_MOST_S)
 
@@ -110,8 +119,8 @@ class LogFollower:
         loop = asyncio.get_running_loop()
 
         def take(stream_kind: LogStream, data: bytes) -> None:
-            self._tally.add(stream_kind, data)
             self._sink.write(stream_kind, data)
+            self._tally.add(stream_kind, data)
 
         def consume(stream: Stream) -> None:
             loop.call_soon_threadsafe(self.attached.set)
@@ -128,8 +137,8 @@ class LogFollower:
             left_out[stream_kind] -= skipped
             if skipped < len(data):
                 fresh = data[skipped:]
-                self._tally.add_recorded(stream_kind, len(fresh))
                 self._sink.write(stream_kind, fresh)
+                self._tally.add_recorded(stream_kind, len(fresh))
 
         self.attached.set()
         query = {"follow": str(int(follow)), "stdout": "1", "stderr": "1"}

@@ -174,6 +174,12 @@ class DockerService:
         with contextlib.suppress(NotFoundError):
             await self._engine.call(lambda api: api.remove_container(container, force=True, v=True))
 
+    async def remove_made_for(self, session: str) -> None:
+        """Remove a session's containers whose making was asked for but never answered; none is no error."""
+        filters = {"label": [f"{LABEL_HOST}={self._host_id}", f"{LABEL_SESSION}={session}"]}
+        for entry in await self._engine.call(lambda api: api.containers(all=True, filters=filters)):
+            await self.remove(entry["Id"])
+
     async def owned(self) -> list[ObservedContainer]:
         """Return the containers of this installation, whatever their role and state."""
         filters = {"label": [f"{LABEL_HOST}={self._host_id}"]}

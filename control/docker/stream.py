@@ -65,6 +65,8 @@ class Stream:
                 message = str(json.loads(raw)["message"])
             except (ValueError, KeyError, TypeError):
                 message = raw.decode(errors="replace")
+            if arrived_cut(response.status, response.getheader("Content-Type")):
+                raise EngineUnavailableError("The connection to the engine was cut.")
             raise (NotFoundError if response.status == 404 else EngineError)(f"The engine refused: {message}.")
         return response
 
@@ -101,6 +103,11 @@ class Stream:
     ) -> None:
         self._response.close()
         self._socket.close()
+
+
+def arrived_cut(status: int, content_type: str | None) -> bool:
+    """Tell whether this is Go's HTTP server and not the engine, which answers in JSON: a request did not arrive whole."""
+    return status == 400 and (content_type or "").partition(";")[0] != "application/json"
 
 
 def unreachable(socket_path: str, error: BaseException) -> EngineUnavailableError:

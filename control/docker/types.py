@@ -36,7 +36,7 @@ class LogSink(Protocol):
         """Return how many bytes of `stream` have come in so far, also before a restart of control."""
 
     def write(self, stream: LogStream, data: bytes) -> None:
-        """Take the next bytes of `stream`."""
+        """Take the next bytes of `stream`. Raises OSError when they cannot be kept now: then none of them were."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -46,6 +46,9 @@ class Engine(Protocol):
     async def remove(self, container: str) -> None:
         """Remove a container, running or not; one that is gone is no error."""
 
+    async def remove_made_for(self, session: str) -> None:
+        """Remove a session's containers whose making was asked for but never answered; none is no error."""
+
     async def owned(self) -> Sequence[ObservedContainer]:
         """Return the containers of this installation."""
 

@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Final
 
-from control.docker.types import ContainerExit, EngineError, NotFoundError, OutLimits
+from control.docker.types import ContainerExit, EngineError, EngineUnavailableError, NotFoundError, OutLimits
 from control.plan.container import ContainerPlan
 from control.plan.session import (
     ContainerCreated,
@@ -301,22 +301,32 @@ class Life:
 
     async def _collect(self, container: str) -> str:
         """Keep logs and results; return what could not be kept, one sentence."""
-        services, record, notes = self._services, self.record, []
+        notes = []
         if self._following is not None and self._started:
             try:
                 async with asyncio.timeout(LOGS_TIMEOUT_S):
                     await self._following
             except (TimeoutError, EngineError) as error:
-                notes.append(f"the end of the logs could not be read: {error or 'the engine hangs'}")
-        limits = OutLimits(services.limits.out_bytes, services.limits.out_files)
-        try:
-            summary = await services.engine.archive_out(container, record.folder / "out.tar", limits)
-            if summary.truncated:
-                notes.append("the results are cut at the limit of /out")
-        except EngineError as error:
-            if record.life.connected_at is not None:
-                notes.append(f"the results could not be kept: {error.message}")
+                notes.append(
+                    f"the end of the logs could not be kept: {error or 'the engine hangs, or the disk is full'}"
+                )
+        if note := await self._keep_results(container):
+            notes.append(note)
         return "; ".join(notes)
+
+    async def _keep_results(self, container: str) -> str:
+        """Keep what is in /out, however long the engine is away: until then nothing removes it. Returns what was not kept."""
+        services, record = self._services, self.record
+        limits = OutLimits(services.limits.out_bytes, services.limits.out_files)
+        while True:
+            try:
+                summary = await services.engine.archive_out(container, record.folder / "out.tar", limits)
+                return "the results are cut at the limit of /out" if summary.truncated else ""
+            except EngineUnavailableError as error:
+                log.warning("session %s: its results cannot be read, trying again: %s", record.id, error)
+                await asyncio.sleep(RETRY_S)
+            except EngineError as error:
+                return "" if record.life.connected_at is None else f"the results could not be kept: {error.message}"
 
 
 def _exit(exit_: ContainerExit) -> Exit:

@@ -43,27 +43,37 @@ class LogFiles:
         # The marker at the cap lies beyond the limit, so the size alone tells how much came in.
         self._taken = {stream: min(os.fstat(fd).st_size, limit_bytes) for stream, fd in self._files.items()}
         self._pieces = os.fstat(self._index).st_size // _PIECE.size
+        # A crash in the middle of an entry would shift all that follow.
+        os.ftruncate(self._index, self._pieces * _PIECE.size)
 
     def position(self, stream: LogStream) -> int:
         """Return how many bytes of `stream` are kept."""
         return self._taken[stream]
 
     def write(self, stream: LogStream, data: bytes) -> None:
-        """Keep the next bytes of `stream`, up to the limit; then one line that says so, then nothing."""
+        """Keep the next bytes of `stream`, up to the limit; then one line that says so, then nothing.
+
+        Raises OSError when the disk does not take them; they are then not kept at all, and may come again.
+        """
         room = self._limit - self._taken[stream]
         kept = data[:room] if room > 0 else b""
-        if kept:
-            self._taken[stream] += len(kept)
+        size = os.fstat(self._files[stream]).st_size
+        whole = kept
         if len(kept) < len(data):
-            if os.fstat(self._files[stream]).st_size > self._limit:
+            if size > self._limit:
                 return
-            kept += b"\n[opificia: output beyond %d bytes is not kept]\n" % self._limit
-        view = memoryview(kept)
-        while view:
-            view = view[os.write(self._files[stream], view) :]
-        if self._pieces < MAX_PIECES:
-            self._pieces += 1
-            os.write(self._index, _PIECE.pack(self._clock(), _STREAMS.index(stream), len(kept)))
+            whole += b"\n[opificia: output beyond %d bytes is not kept]\n" % self._limit
+        try:
+            _write(self._files[stream], whole)
+            if self._pieces < MAX_PIECES:
+                _write(self._index, _PIECE.pack(self._clock(), _STREAMS.index(stream), len(whole)))
+        except OSError:
+            # What a full disk took of them would stand before the same bytes when they come again.
+            os.ftruncate(self._files[stream], size)
+            os.ftruncate(self._index, self._pieces * _PIECE.size)
+            raise
+        self._taken[stream] += len(kept)
+        self._pieces = min(self._pieces + 1, MAX_PIECES)
         self._changed()
 
     def close(self) -> None:
@@ -96,6 +106,12 @@ class PieceReader:
             self._offsets[stream] += length
             self._read += _PIECE.size
         return found
+
+
+def _write(fd: int, data: bytes) -> None:
+    view = memoryview(data)
+    while view:
+        view = view[os.write(fd, view) :]
 
 
 def _open(path: Path) -> int:

@@ -377,6 +377,9 @@ class SessionManager:
             try:
                 if record.life.container:
                     await engine.remove(record.life.container)
+                elif record.life.address:
+                    # Its making may have been asked for, and the answer lost: nobody else would ever look for it.
+                    await engine.remove_made_for(session)
                 # Its memory and CPUs are free; a volume that will not go must not keep others waiting.
                 self.admission.leave(session)
                 self._admit()

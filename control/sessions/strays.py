@@ -104,7 +104,11 @@ class Strays:
     async def _keep_logs(self, container: str, folder: Path) -> None:
         if not await asyncio.to_thread(folder.is_dir):
             return
-        logs = LogFiles(folder, self._limits.log_bytes, now_ms, lambda: None)
+        try:
+            logs = LogFiles(folder, self._limits.log_bytes, now_ms, lambda: None)
+        except OSError as error:
+            log.warning("the logs of container %s cannot be kept: %s", container[:12], error)
+            return
         try:
             async with asyncio.timeout(LOGS_S):
                 await self._engine.follow_logs(container, logs)

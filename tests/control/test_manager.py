@@ -329,6 +329,24 @@ async def test_a_stop_that_fails_is_tried_again(host: Host) -> None:
     await nothing_left(host, session)
 
 
+async def test_a_container_whose_making_was_never_answered_is_not_left(host: Host) -> None:
+    host.engine.unanswered["create"] = EngineUnavailableError("the connection to the engine was cut")
+    session = await host.launch("true")
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason, ended.life.container) == (S.FAILED, Reason.ENGINE_ERROR, "")
+    await nothing_left(host, session)
+
+
+async def test_an_engine_that_is_away_at_the_end_keeps_no_results_from_being_kept(host: Host) -> None:
+    host.engine.fail["archive_out"] = EngineUnavailableError("the engine is away")
+    session = await host.launch("true")
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason, ended.life.message) == (S.EXITED, Reason.EXIT_CODE, "")
+    assert host.engine.calls.count("archive_out") == 2
+    assert (host.root / "sessions" / session / "out.tar").exists()
+    await nothing_left(host, session)
+
+
 async def test_results_that_cannot_be_kept_are_told(host: Host) -> None:
     host.engine.fail["archive_out"] = EngineError("the disk is full")
     session = await host.launch("true")

@@ -1,6 +1,7 @@
 """How a container ended, told apart, and that waiting survives what happens behind our back."""
 
 import asyncio
+from pathlib import Path
 
 import pytest
 
@@ -10,6 +11,7 @@ from control.plan.container import DockerSettings
 from gateway.contract.limits import ControlLimits
 from tests.docker.sandboxes import HOST_ID, Sandboxes
 from tests.support.engine import PrivateEngine
+from tests.support.faults import Fault, FaultProxy, Kind, Way
 
 _EAT = "python3 -c 'b = []\nwhile True: b.append(bytearray(8 << 20))'"
 
@@ -67,6 +69,32 @@ async def test_a_container_that_an_earlier_process_asked_for_too_late_gives_way_
     with pytest.raises(EngineError, match="already in use"):
         await service.create(plan)
     await service.remove(made)
+
+
+async def test_a_request_that_arrives_cut_is_tried_again_and_ends_nothing(
+    sandboxes: Sandboxes, service: DockerService, engine: PrivateEngine, tmp_path: Path
+) -> None:
+    sandbox = await sandboxes.launch("echo up; sleep 60")
+    await sandbox.said("up")
+    with FaultProxy(engine.socket, tmp_path / "docker.sock") as wire:
+        behind = DockerService(DockerSettings(socket=str(tmp_path / "docker.sock")), HOST_ID)
+        try:
+            assert [each.id for each in await behind.owned() if each.session == sandbox.session] == [sandbox.container]
+            # The engine answers half a request with 400, which is no word about the container.
+            wire.set(Fault(Kind.HALF_CLOSE, way=Way.UP, after=20))
+            with pytest.raises(EngineUnavailableError, match="was cut"):
+                await behind.owned()
+            waiting = asyncio.create_task(behind.wait(sandbox.container))
+            before = wire.acted
+            async with asyncio.timeout(20):
+                while wire.acted == before:
+                    await asyncio.sleep(0.01)
+            wire.clear()
+            await service.kill(sandbox.container)
+            async with asyncio.timeout(40):
+                assert _how(await waiting) == (137, False)
+        finally:
+            await behind.close()
 
 
 async def test_killing_what_has_ended_is_no_error(sandboxes: Sandboxes, service: DockerService) -> None:

@@ -1,6 +1,7 @@
 """Output: whole, apart, and bounded, also when a container ends at once or the engine goes away meanwhile."""
 
 import asyncio
+import errno
 import hashlib
 from pathlib import Path
 
@@ -8,10 +9,13 @@ import pytest
 
 from control.docker.service import DockerService
 from control.docker.types import LogStream
+from control.plan.container import DockerSettings
+from control.plan.host import HostPlan
 from tests.docker.conftest import LIMITS, host_plan, open_service, prepare
 from tests.docker.door import Door
-from tests.docker.sandboxes import Output, Sandboxes
+from tests.docker.sandboxes import HOST_ID, Output, Sandboxes
 from tests.support.engine import PrivateEngine
+from tests.support.faults import Fault, FaultProxy, Kind
 
 
 async def test_an_instant_exit_loses_nothing(sandboxes: Sandboxes) -> None:
@@ -60,6 +64,56 @@ async def test_cancelled_following_stops_taking(sandboxes: Sandboxes) -> None:
     taken = sandbox.output.position(LogStream.STDOUT)
     await asyncio.sleep(0)
     assert sandbox.output.position(LogStream.STDOUT) == taken
+
+
+@pytest.mark.parametrize("kind", [Kind.TRUNCATE, Kind.HALF_CLOSE, Kind.RESET])
+async def test_nothing_is_lost_or_repeated_when_the_wire_to_the_engine_is_cut(
+    engine: PrivateEngine, prepared: list[str], plan: HostPlan, tmp_path: Path, kind: Kind
+) -> None:
+    """An attachment that ends in order looks like a program that closed its outputs."""
+    with FaultProxy(engine.socket, tmp_path / "docker.sock") as wire:
+        service = DockerService(DockerSettings(socket=str(tmp_path / "docker.sock")), HOST_ID, limits=LIMITS)
+        (tmp_path / "sandboxes").mkdir()
+        sandboxes = Sandboxes(service, plan.network, LIMITS, tmp_path / "sandboxes")
+        try:
+            sandbox = await sandboxes.launch("for n in $(seq 200); do echo line $n; sleep 0.02; done; exit 5")
+            await sandbox.said("line 20\n")
+            wire.set(Fault(kind))
+            wire.clear()
+            ended = await sandbox.ended()
+            assert ended.stdout.splitlines() == [f"line {n}" for n in range(1, 201)]
+            assert ended.exit.exit_code == 5
+        finally:
+            await sandboxes.close()
+            await service.close()
+
+
+class FullDisk(Output):
+    """Takes nothing for a while, from the second line on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.refusals = 3
+
+    def write(self, stream: LogStream, data: bytes) -> None:
+        if self.stdout and self.refusals:
+            self.refusals -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(stream, data)
+
+
+async def test_nothing_is_lost_or_repeated_when_the_disk_is_full_for_a_while(
+    sandboxes: Sandboxes, service: DockerService
+) -> None:
+    made = await sandboxes.create("for n in $(seq 100); do echo line $n; sleep 0.02; done")
+    made._following.cancel()
+    disk = FullDisk()
+    following = asyncio.create_task(service.follow_logs(made.container, disk))
+    await made.start()
+    async with asyncio.timeout(60):
+        await following
+    assert disk.refusals == 0
+    assert disk.stdout.decode().splitlines() == [f"line {n}" for n in range(1, 101)]
 
 
 async def test_the_engines_own_record_stays_capped(sandboxes: Sandboxes, engine: PrivateEngine) -> None:

@@ -13,6 +13,8 @@ from tests.fuzz.targets import TARGETS, Target
 CORPUS: Final = Path(__file__).with_name("corpus")
 MAX_INPUT_BYTES: Final = 4096
 
+_OURS: Final = ("/gateway/core/", "/gateway/contract/", "/gateway/net/", "/control/")
+
 # Pieces that mean something to one of the parsers.
 _WORDS: Final = (
     *(b"\r\n", b"\n", b"\r", b"\r\n\r\n", b" ", b"\t", b":", b"\x00", b"\x7f", b"\xff", b"HTTP/1.1", b"HTTP/1.0"),
@@ -21,6 +23,36 @@ _WORDS: Final = (
     *("ü".encode(), "．".encode(), "。".encode(), "１".encode(), "\u00ad".encode(), "\u200d".encode(), b"\xed\xa0\x80"),
     *(b"::", b"::ffff:", b"64:ff9b::", b"http://", b"a" * 64, b"a." * 40),
     *(b"\r\n\r\n\x00\r\nQUIT\n", b"\x21\x11\x00\x0c", b"\x21\x21\x00\x24", b"\x20\x00\x00\x00"),
+    *(
+        b"0\r\n\r\n",
+        b"ffffffffffffffff\r\n",
+        b"HTTP/1.1 100 Continue\r\n\r\n",
+        b"x-api-key: t\r\n",
+        b"expect: 100-continue\r\n",
+    ),
+    *(
+        b'"model"',
+        b'"MODEL"',
+        b'"max_tokens":',
+        b'"usage"',
+        b'"seq":',
+        b'"type":',
+        b"null",
+        b"-1",
+        b"1e999",
+        b"[" * 200,
+        b"{" * 200,
+    ),
+    *(
+        b"\ndata: ",
+        b"\n\n",
+        b"ustar\x00",
+        b"../",
+        b"/",
+        b"\x01\x00\x00\x00\x00\x00\x00\x05",
+        b"\x84",
+        b"\xdf\xff\xff\xff\xff",
+    ),
     *(b"\x16\x03\x01", b"\x16\x03\x03\x00\x01", b"\x01\x00\x00", b"\x00\x00", b"\x00\x10", b"\xfe\x0d", b"\x40\x00"),
 )
 
@@ -67,10 +99,10 @@ def mutate(data: bytes, others: list[bytes], rng: random.Random) -> bytes:
 
 
 def _run_traced(target: Target, data: bytes, reached: set[tuple[str, int]]) -> None:
-    """Run `target` and add the lines of `gateway.core` that it reaches."""
+    """Run `target` and add the lines of the gateway's and control's own code that it reaches."""
 
     def trace(frame: FrameType, event: str, _: Any) -> Any:
-        if event == "call" and "/gateway/core/" not in frame.f_code.co_filename:
+        if event == "call" and not any(part in frame.f_code.co_filename for part in _OURS):
             return None
         if event == "line":
             reached.add((frame.f_code.co_filename, frame.f_lineno))

@@ -1,34 +1,19 @@
 """What must hold for any bytes, per parser. A target returns quietly or fails an assertion."""
 
 from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
 from gateway.core.authority import AuthorityError, parse_absolute_http, parse_authority
 from gateway.core.clienthello import ClientHello, HelloError, parse_client_hello
 from gateway.core.head import MAX_HEADERS, Head, HeadError, body_framing, parse_head
-from gateway.core.incomplete import Incomplete
 from gateway.core.proxy_header import MAX_PROXY_HEADER_BYTES, ProxyHeader, ProxyHeaderError, parse_proxy_header
+from tests.fuzz.control_targets import CONTROL_TARGETS
+from tests.fuzz.model_targets import MODEL_TARGETS
+from tests.fuzz.properties import check_message, settled
 
 Target = Callable[[bytes], None]
 _HEAD_LIMIT: Final = 2048
 _HELLO_LIMIT: Final = 2048
-
-
-def _settled(parse: Callable[[bytes], Any], data: bytes, result: object) -> None:
-    """Check that no prefix says something else than the whole, and that nothing after the whole changes it."""
-    for size in {0, 1, len(data) // 2, len(data) - 1}:
-        if 0 <= size < len(data):
-            earlier = parse(data[:size])
-            assert isinstance(earlier, Incomplete) or earlier == result, (size, earlier, result)
-    if not isinstance(result, Incomplete):
-        assert parse(data + b"\r\n\r\n\x16\x03\x01") == result
-
-
-def _check_message(message: str) -> None:
-    """Check that a refusal has a message for a person, and nothing of the input that a log could trip over."""
-    assert message
-    assert message.replace("§", "").isascii()
-    assert message.isprintable()
 
 
 def head(data: bytes) -> None:
@@ -38,11 +23,11 @@ def head(data: bytes) -> None:
         try:
             return parse_head(raw, _HEAD_LIMIT)
         except HeadError as error:
-            _check_message(error.message)
+            check_message(error.message)
             return error.status, error.reason
 
     result = parse(data)
-    _settled(parse, data, result)
+    settled(parse, data, result)
     if not isinstance(result, Head):
         return
     assert data[: result.size].endswith(b"\r\n\r\n")
@@ -58,7 +43,7 @@ def head(data: bytes) -> None:
     try:
         body_framing(result)
     except HeadError as error:
-        _check_message(error.message)
+        check_message(error.message)
 
 
 def proxy_header(data: bytes) -> None:
@@ -71,7 +56,7 @@ def proxy_header(data: bytes) -> None:
             return "refused"
 
     result = parse(data)
-    _settled(parse, data, result)
+    settled(parse, data, result)
     if isinstance(result, ProxyHeader):
         assert 16 <= result.size <= min(len(data), MAX_PROXY_HEADER_BYTES)
         assert (result.source is None) == (data[12] == 0x20)
@@ -82,7 +67,7 @@ def authority(data: bytes) -> None:
     try:
         found = parse_authority(data, 80)
     except AuthorityError as error:
-        _check_message(error.message)
+        check_message(error.message)
     else:
         assert found.host.isascii()
         assert found.host == found.host.lower()
@@ -92,7 +77,7 @@ def authority(data: bytes) -> None:
     try:
         parse_absolute_http(data)
     except AuthorityError as error:
-        _check_message(error.message)
+        check_message(error.message)
 
 
 def client_hello(data: bytes) -> None:
@@ -102,11 +87,11 @@ def client_hello(data: bytes) -> None:
         try:
             return parse_client_hello(raw, _HELLO_LIMIT)
         except HelloError as error:
-            _check_message(error.message)
+            check_message(error.message)
             return error.reason
 
     result = parse(data)
-    _settled(parse, data, result)
+    settled(parse, data, result)
     if isinstance(result, ClientHello) and result.server_name is not None:
         assert result.server_name.isascii()
         assert not set(result.server_name) & set(" :/\\@%[]\r\n\0")
@@ -117,4 +102,6 @@ TARGETS: Final[dict[str, Target]] = {
     "proxy_header": proxy_header,
     "authority": authority,
     "client_hello": client_hello,
+    **MODEL_TARGETS,
+    **CONTROL_TARGETS,
 }

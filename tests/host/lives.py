@@ -140,7 +140,10 @@ async def nothing_left(
             found += [session for session in sessions if session in _loop_devices()]
         return [session for session in sessions if session in found]
 
-    await until(lambda: not leftovers(), f"the clean-up of {sessions}")
+    try:
+        await until(lambda: not leftovers(), "the clean-up")
+    except AssertionError:
+        raise AssertionError(f"left of sessions that have ended: {leftovers()}") from None
     async with asyncio.timeout(PATIENCE_S):
         while {each.id for each in (await control.gateway()).sessions} & set(sessions):
             await asyncio.sleep(0.1)

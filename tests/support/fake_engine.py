@@ -71,6 +71,8 @@ class FakeEngine:
         self.calls: list[str] = []
         self.fail: dict[str, EngineError] = {}
         self.hold: dict[str, asyncio.Event] = {}
+        # Raised once after the call was carried out: its answer is lost.
+        self.unanswered: dict[str, EngineError] = {}
         self.out: dict[str, bytes] = {}
         self._count = 0
 
@@ -95,6 +97,8 @@ class FakeEngine:
         self._count += 1
         container = FakeContainer(f"c{self._count}", plan)
         self.containers[container.id] = container
+        if "create" in self.unanswered:
+            raise self.unanswered.pop("create")
         return container.id
 
     async def start(self, container: str) -> None:
@@ -242,6 +246,10 @@ class FakeEngine:
     async def remove_out_volume(self, session: str) -> None:
         await self._called("remove_out_volume")
         self.volumes.discard(session)
+
+    async def remove_made_for(self, session: str) -> None:
+        for container in [each for each in self.containers.values() if each.labels[LABEL_SESSION] == session]:
+            await self.remove(container.id)
 
     async def archive_out(self, container: str, destination: Path, limits: OutLimits) -> OutSummary:
         await self._called("archive_out")

@@ -1,0 +1,73 @@
+"""A session's logs on disk, also on one that is full."""
+
+import contextlib
+import resource
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from control.docker.types import LogStream
+from control.sessions.logs import LogFiles, PieceReader
+
+
+def opened(folder: Path, limit: int = 10_000) -> LogFiles:
+    return LogFiles(folder, limit, lambda: 7, lambda: None)
+
+
+@contextlib.contextmanager
+def room_for(size: int) -> Iterator[None]:
+    """Let no file grow beyond `size` bytes: write(2) takes what fits and then fails, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_what_a_full_disk_takes_half_of_is_not_kept_and_comes_again_whole(tmp_path: Path) -> None:
+    logs = opened(tmp_path)
+    logs.write(LogStream.STDOUT, b"a" * 700)
+    with room_for(1_000), pytest.raises(OSError, match="too large"):
+        logs.write(LogStream.STDOUT, b"b" * 700)
+    assert logs.position(LogStream.STDOUT) == 700
+    assert (tmp_path / "stdout.log").read_bytes() == b"a" * 700
+    logs.write(LogStream.STDOUT, b"b" * 700)
+    logs.close()
+    assert (tmp_path / "stdout.log").read_bytes() == b"a" * 700 + b"b" * 700
+    assert [(piece.offset, piece.length) for piece in PieceReader(tmp_path).new()] == [(0, 700), (700, 700)]
+
+
+def test_an_index_that_does_not_fit_keeps_nothing_of_the_piece(tmp_path: Path) -> None:
+    logs = opened(tmp_path)
+    for _ in range(3):
+        logs.write(LogStream.STDERR, b"x")
+    # The fourth entry would end at 52 bytes.
+    with room_for(45), pytest.raises(OSError, match="too large"):
+        logs.write(LogStream.STDERR, b"y")
+    logs.write(LogStream.STDERR, b"y")
+    logs.close()
+    assert (tmp_path / "stderr.log").read_bytes() == b"xxxy"
+    assert len(PieceReader(tmp_path).new()) == 4
+
+
+def test_an_entry_of_the_index_that_a_crash_tore_does_not_shift_the_next(tmp_path: Path) -> None:
+    logs = opened(tmp_path)
+    logs.write(LogStream.STDOUT, b"one")
+    logs.close()
+    with (tmp_path / "logs.index").open("ab") as index:
+        index.write(b"torn")
+    logs = opened(tmp_path)
+    logs.write(LogStream.STDOUT, b"two")
+    logs.close()
+    assert [piece.length for piece in PieceReader(tmp_path).new()] == [3, 3]
+
+
+def test_output_beyond_the_limit_is_said_once(tmp_path: Path) -> None:
+    logs = opened(tmp_path, limit=5)
+    for _ in range(3):
+        logs.write(LogStream.STDOUT, b"abc")
+    logs.close()
+    kept = (tmp_path / "stdout.log").read_bytes()
+    assert kept == b"abcab\n[opificia: output beyond 5 bytes is not kept]\n"

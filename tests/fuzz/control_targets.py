@@ -1,0 +1,123 @@
+"""Targets in control: what a runner says, what a container prints and leaves, what the gateway says; and a torn journal."""
+
+import asyncio
+import contextlib
+import tempfile
+from pathlib import Path
+
+import msgspec
+
+from control.archive import ArchiveError, unpack
+from control.docker.demultiplex import Demultiplexer
+from control.docker.types import EngineError
+from control.runner.messages import FrameError, Output, decode
+from control.sessions import journal
+from gateway.contract.framing import FrameReader, FramingError, encode
+from gateway.contract.messages import FromControl, FromGateway
+from tests.fuzz.properties import pieces
+
+_MAX_UNPACKED = 1 << 20
+
+
+def runner_frame(data: bytes) -> None:
+    """`decode`: a message within its bounds, or a reason that fits into a frame of its own."""
+    try:
+        message = decode(data)
+    except FrameError as error:
+        refused = error
+    else:
+        assert getattr(message, "seq", 1) >= 1
+        assert decode(msgspec.json.encode(message)) == message
+        if isinstance(message, Output):
+            with contextlib.suppress(ValueError):
+                message.content()
+        return
+    assert refused.reason in ("malformed", "unknown_type", "invalid")
+    assert len(str(refused)) < 1_000
+
+
+def contract(data: bytes) -> None:
+    """`FrameReader`: whole messages of either side, or the end of the connection."""
+
+    async def read(kind: object) -> None:
+        stream = asyncio.StreamReader()
+        stream.feed_data(data)
+        stream.feed_eof()
+        reader = FrameReader[object](stream, kind)
+        taken = b""
+        try:
+            while (message := await reader.read()) is not None:
+                taken += encode(message)
+        except FramingError:
+            pass
+
+    loop = asyncio.new_event_loop()
+    try:
+        for kind in (FromControl, FromGateway):
+            loop.run_until_complete(read(kind))
+    finally:
+        loop.close()
+
+
+def archive(data: bytes) -> None:
+    """`unpack`: nothing is made outside of the folder, and no more than may be."""
+    with tempfile.TemporaryDirectory() as name:
+        base = Path(name)
+        (base / "in.tar").write_bytes(data)
+        target = base / "inside" / "folder"
+        target.mkdir(parents=True)
+        try:
+            done = unpack(base / "in.tar", target, max_bytes=_MAX_UNPACKED, max_entries=50, strict=False)
+        except ArchiveError:
+            pass
+        else:
+            assert done.entries <= 50
+            assert done.bytes <= _MAX_UNPACKED
+        assert {path.name for path in base.iterdir()} == {"in.tar", "inside"}
+        assert [path.name for path in (base / "inside").iterdir()] == ["folder"]
+        for path in target.rglob("*"):
+            if path.is_symlink():
+                assert path.parent.joinpath(path.readlink()).is_relative_to(target)
+            else:
+                assert path.stat().st_mode & 0o7000 == 0
+
+
+def output(data: bytes) -> None:
+    """`Demultiplexer`: the two outputs do not depend on how the engine's stream arrives."""
+
+    def read(parts: list[bytes]) -> object:
+        demultiplexer, found = Demultiplexer(), {"stdout": b"", "stderr": b""}
+        try:
+            for part in parts:
+                for stream, piece in demultiplexer.feed(part):
+                    found[stream.value] += piece
+        except EngineError:
+            pass
+        return found
+
+    assert read(pieces(data)) == read([data])
+
+
+def journaled(data: bytes) -> None:
+    """`journal.read`: what a torn or spoilt file still says, in order; what is written behind it is read again."""
+    with tempfile.TemporaryDirectory() as name:
+        path = Path(name) / "events.jsonl"
+        path.write_bytes(data)
+        found = journal.read(path, repair=False)
+        assert path.read_bytes() == data
+        assert journal.read(path) == found
+        kept = path.read_bytes()
+        assert kept == data[: data.rfind(b"\n") + 1]
+        assert all(each.number > 0 for each in found)
+        if found and len(found) == kept.count(b"\n"):
+            journal.append(path, found[-1:])
+            assert journal.read(path) == [*found, found[-1]]
+
+
+CONTROL_TARGETS = {
+    "runner_frame": runner_frame,
+    "contract": contract,
+    "archive": archive,
+    "output": output,
+    "journal": journaled,
+}

@@ -1,0 +1,182 @@
+"""Targets on the way of a model request: its head and body, the reply's head, framing and usage; and a parked record."""
+
+import json
+import socket
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.core.chunked import LAST_CHUNK, ChunkedError, ChunkedReader, encode_chunk
+from gateway.core.incomplete import Incomplete
+from gateway.core.model_body import BodyFacts, read_body
+from gateway.core.model_refusal import ModelRefusal
+from gateway.core.model_request import Request, RequestReader, RequestRules, Unacceptable
+from gateway.core.providers import SHAPES
+from gateway.core.usage import JsonUsage, StreamUsage, TokenUsage, UsageReader
+from gateway.net.upstream import UpstreamConnection
+from tests.fuzz.properties import check_message, pieces, settled
+
+_RULES = RequestRules(
+    names={"opificia-gateway"}, default=SHAPES["anthropic"], others={b"openai": SHAPES["openai"]}, max_head_bytes=2048
+)
+_BEFORE = b"POST /model/s1/v1/messages HTTP/1.1\r\nhost: opificia-gateway\r\nx-api-key: t\r\nContent-Length: 12\r\n\r\n"
+
+
+def chunked(data: bytes) -> None:
+    """`ChunkedReader`: the body does not depend on how it arrives, and is the same when it is framed anew."""
+
+    def read(parts: list[bytes]) -> tuple[bytes, int, bool] | str:
+        reader, body, taken = ChunkedReader(), b"", 0
+        try:
+            for part in parts:
+                got, used = reader.feed(part)
+                body += got
+                taken += used
+        except ChunkedError as error:
+            check_message(str(error))
+            return "refused"
+        assert len(body) <= reader.announced
+        assert reader.done or taken == len(data)
+        return body, taken, reader.done
+
+    whole = read([data])
+    assert read(pieces(data)) == whole
+    if isinstance(whole, tuple) and whole[2]:
+        body, taken, _ = whole
+        assert data[:taken].endswith(b"\r\n\r\n")
+        again = (encode_chunk(body) if body else b"") + LAST_CHUNK
+        assert ChunkedReader().feed(again) == (body, len(again))
+
+
+def model_request(data: bytes) -> None:
+    """`RequestReader`: what was read before on the same connection changes nothing."""
+
+    def parse(raw: bytes) -> object:
+        found = RequestReader(_RULES).read(raw)
+        # Of several faults the first that is seen is told.
+        return found.refusal.reason if isinstance(found, Unacceptable) else found
+
+    result = RequestReader(_RULES).read(data)
+    settled(parse, data, parse(data))
+    second = RequestReader(_RULES)
+    for earlier in (_BEFORE, data):
+        second.read(earlier)
+    assert second.read(data) == result
+    match result:
+        case Incomplete():
+            assert b"\r\n\r\n" not in data[:2048]
+        case Unacceptable(refusal=refusal):
+            check_message(refusal.message)
+        case Request():
+            assert result.destination.target.startswith(b"/v1/")
+            for name in (b"x-api-key", b"authorization", b"content-length", b"transfer-encoding", b"connection"):
+                assert not any(line.lower().startswith(name + b":") for line in result.passed.split(b"\r\n"))
+
+
+def model_body(data: bytes) -> None:
+    """`read_body`: what is taken from it is what any other reader takes from it."""
+    for path, rule in (
+        (path, route.body) for shape in SHAPES.values() for path, route in shape.routes.items() if route.body
+    ):
+        for limited in (False, True):
+            found = read_body(data, rule, ["claude-*", "gpt-*"], limits_tokens=limited)
+            if isinstance(found, ModelRefusal):
+                check_message(found.message)
+                continue
+            assert isinstance(found, BodyFacts)
+            # As a reader that is easy about bytes that are not UTF-8 takes it.
+            theirs = json.loads(data.decode(errors="replace"))
+            assert theirs["model"] == found.model, path
+            if found.output_tokens is not None:
+                assert found.output_tokens >= 0
+                asked = [theirs[name] for name in rule.output_caps if theirs.get(name) is not None]
+                assert found.output_tokens >= max(asked)
+
+
+def usage(data: bytes) -> None:
+    """`StreamUsage`, `JsonUsage`: never negative, never a failure, the same however the reply arrives."""
+    for kind in (StreamUsage, JsonUsage):
+
+        def read(parts: list[bytes], kind: type[UsageReader] = kind) -> tuple[TokenUsage, str, bool]:
+            reader = kind()
+            for part in parts:
+                reader.feed(part)
+            reader.end()
+            return reader.usage, reader.model, reader.final
+
+        whole = read([data])
+        assert read(pieces(data)) == whole
+        counts, model, _ = whole
+        assert min(counts.input_tokens, counts.output_tokens, counts.cache_read_tokens, counts.cache_write_tokens) >= 0
+        assert model.isascii()
+        assert len(model) <= 1_000
+
+
+class _Still:
+    """Stands for poller and pool where nothing is to happen."""
+
+    def __getattr__(self, _name: str) -> Any:
+        return lambda *_: None
+
+
+@dataclass
+class _Reply:
+    status: int = 0
+    head: bytes = b""
+    body: bytes = b""
+    relayed: bytes = b""
+    ended: str = ""
+    interims: list[bytes] = field(default_factory=list)
+
+    def interim_reply(self, head: bytes) -> None:
+        self.interims.append(head)
+
+    def reply_started(self, status: int, head: bytes) -> None:
+        self.status, self.head = status, head
+
+    def body_received(self, body: bytes) -> None:
+        self.body += body
+
+    def relay(self, data: bytes) -> None:
+        self.relayed += data
+
+    def reply_completed(self, *, reusable: bool) -> None:
+        self.ended = f"whole, {reusable}"
+
+    def upstream_lost(self, connection: UpstreamConnection, *, clean: bool) -> None:
+        self.ended = "lost"
+
+
+def model_reply(data: bytes) -> None:
+    """`UpstreamConnection`: what a provider's reply says does not depend on how it arrives; nothing is invented."""
+
+    def read(parts: list[bytes]) -> _Reply:
+        still: Any = _Still()
+        with socket.socket() as sock:
+            connection = UpstreamConnection(still, still, sock, over_tls=False)
+            reply = _Reply()
+            owner: Any = reply
+            connection.start(owner)
+            for part in parts:
+                if not reply.ended:
+                    connection.received(part)
+            return reply
+
+    whole = read([data])
+    cut = read(pieces(data))
+    assert cut.ended or not whole.ended
+    # A head with bare newlines is refused when it comes in pieces, and may pass at once: the provider's own fault.
+    if whole.ended != "lost" and data.count(b"\n") == data.count(b"\r\n"):
+        # In pieces it ends where it is whole; what follows is then nobody's, and in one piece a fault.
+        assert (cut.status, cut.head, cut.body, cut.ended) == (whole.status, whole.head, whole.body, whole.ended)
+    assert data.startswith(b"".join((*whole.interims, whole.head, whole.relayed)))
+    assert whole.status == 0 or whole.status >= 200
+    assert len(whole.body) <= len(whole.relayed) or whole.ended == "lost"
+
+
+MODEL_TARGETS = {
+    "chunked": chunked,
+    "model_request": model_request,
+    "model_body": model_body,
+    "model_reply": model_reply,
+    "usage": usage,
+}
