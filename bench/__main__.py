@@ -12,7 +12,7 @@ from typing import Final
 
 from rich.console import Console
 
-from bench import handover, micro_runs, profile, publish
+from bench import micro_runs, profile, publish
 from bench.load import LoadError
 from bench.machine import describe
 from bench.plots import PlotsUnavailableError, draw
@@ -38,12 +38,6 @@ def _parser() -> argparse.ArgumentParser:
     where = commands.add_parser("profile", help="where the gateway's time goes in a scenario")
     where.add_argument("scenario", help="of the egress or model suite")
     where.add_argument("--seconds", type=float, default=5.0)
-    moved = commands.add_parser("handover", help="a checked transfer under restarts of the gateway, and without")
-    moved.add_argument("--gigabytes", type=float, default=10.0)
-    moved.add_argument("--tunnels", type=int, default=100)
-    moved.add_argument("--restarts", type=int, default=10)
-    moved.add_argument("--rounds", type=int, default=3)
-    moved.add_argument("--out", type=Path, metavar="FOLDER", help="of raw results (default: none are kept)")
     show = commands.add_parser("show", help="print and draw results again")
     show.add_argument("file", type=Path, nargs="+")
     readme = commands.add_parser("readme", help="put the tables and plots of a folder of results into README.md")
@@ -72,6 +66,10 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
     if name == "sandbox" or everything:
         suite.add_argument("--starts", type=int, default=10, metavar="ROUNDS", help="of session starts; 0: none")
         suite.add_argument("--sessions", type=int, default=100, help="in all, eight at a time; 0: none")
+    if name == "handover" or everything:
+        suite.add_argument("--gigabytes", type=float, default=10.0, help="of a checked transfer")
+        suite.add_argument("--tunnels", type=int, default=100)
+        suite.add_argument("--restarts", type=int, default=10, help="of the gateway meanwhile")
     if name == "api" or everything:
         suite.add_argument("--requests", type=int, default=1_000, help="API requests of one measurement")
         suite.add_argument("--stored", type=int, default=10_000, help="sessions in the database")
@@ -94,22 +92,6 @@ def run_job(work: Job, folder: Path, console: Console) -> int:
     finish(run, file, console)
     # A peer that did not start is no result either.
     return 1 if not run.records or any(record.problems for record in run.records) or run.failed else 0
-
-
-def run_handover(options: argparse.Namespace, console: Console) -> int:
-    """Move bytes while the gateway is restarted. Returns the exit status, as `run_job` does."""
-    now = datetime.now(UTC)
-    run = Run(now.strftime("%Y-%m-%d %H:%M UTC"), shlex.join(["python", "-m", "bench", *sys.argv[1:]]), describe())
-    size = handover.Size(options.gigabytes, options.tunnels, options.restarts)
-    try:
-        handover.run(run, size, options.rounds, lambda text: console.print(text, style="dim", highlight=False))
-    except RuntimeError as error:
-        console.print(f"handover: not measured: {error}", style="red")
-        return 2
-    if options.out:
-        run.save(options.out / f"{handover.SUITE}.json")
-    handover.print_table(run, console)
-    return 1 if any(record.problems for record in run.records) else 0
 
 
 def run_suites(names: Sequence[str], options: argparse.Namespace, console: Console) -> int:
@@ -154,8 +136,6 @@ def main() -> int:
             return profile.run(options.scenario, options.seconds, console)
         case "readme":
             return publish.update(options.folder, console)
-        case "handover":
-            return run_handover(options, console)
         case "show":
             for file in options.file:
                 finish(Run.load(file), file, console)

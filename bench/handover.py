@@ -17,9 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from rich.console import Console
-from rich.table import Table
-
 from bench import checked
 from bench.processes import FIRST_UID, free_port
 from bench.records import Record, Run
@@ -43,10 +40,18 @@ class Size:
         return int(self.gigabytes * _GB / self.tunnels)
 
 
+def expected_s(size: Size, rounds: int) -> float:
+    """Return about how long `run` takes: both ends of a checked transfer are Python."""
+    return rounds * (2 * (size.gigabytes / 0.6 + 2) + size.restarts)
+
+
 def run(run: Run, size: Size, rounds: int, say: Callable[[str], None]) -> None:
     """Run interleaved rounds, without and with restarts. Raises RuntimeError where it cannot run."""
     if os.geteuid() != 0:
         raise RuntimeError("it needs root: the gateway runs as a user of its own")
+    for restarts in (0, size.restarts):
+        about = f"{size.gigabytes:g} GB in {size.tunnels} tunnels, {restarts} restarts of the gateway meanwhile"
+        run.peers[f"{restarts}-restarts"] = {"about": about, "checks": "", "forward_proxy": False}
     for number in range(rounds):
         for restarts in (0, size.restarts) if number % 2 == 0 else (size.restarts, 0):
             record = _measure(size, restarts, number)
@@ -62,7 +67,7 @@ def _measure(size: Size, restarts: int, number: int) -> Record:
     # From the checkout only: the tests know how to be a service manager.
     from tests.support.manager import Manager
 
-    record = Record(SUITE, f"{size.gigabytes:g}-gb-{size.tunnels}-tunnels", f"{restarts}-restarts", number, {})
+    record = Record(SUITE, "transfer", f"{restarts}-restarts", number, {})
     with tempfile.TemporaryDirectory(prefix="bench-handover-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -163,26 +168,3 @@ def _readable(folder: Path, code: Path) -> Path:
     shutil.copytree(code / "gateway", copy / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
     compileall.compile_dir(copy, quiet=1)
     return copy
-
-
-def print_table(run: Run, console: Console) -> None:
-    """Print medians of the rounds without errors."""
-    table = Table("transfer", "restarts", "rounds", "errors", "GB/s", "CPU s/GB", "one restart, s")
-    kinds = sorted({(record.scenario, record.values["restarts"]) for record in run.records})
-    for scenario, restarts in kinds:
-        found = [each for each in run.records if (each.scenario, each.values["restarts"]) == (scenario, restarts)]
-        good = [each.values for each in found if not each.problems]
-        errors = sum(len(each.problems) for each in found)
-
-        def median(name: str, good: list[dict[str, float]] = good) -> str:
-            values = [each[name] for each in good if name in each]
-            return f"{statistics.median(values):.2f}" if values else "–"
-
-        table.add_row(
-            *(scenario, f"{restarts:g}", str(len(good)), str(errors)),
-            *(median("gb_per_s"), median("cpu_s_per_gb"), median("restart_s")),
-        )
-    console.print(table)
-    for record in run.records:
-        for problem in record.problems[:5]:
-            console.print(f"{record.peer}, round {record.round + 1}: {problem}", style="red")

@@ -8,8 +8,7 @@ from rich.console import Console
 
 from bench.goals import judge
 from bench.plots import draw
-from bench.records import Record, Run, summarize
-from bench.sandbox import ABOUT
+from bench.records import Run, summarize
 from bench.suites import SUITES
 
 _CHECKOUT: Final = Path(__file__).parent.parent
@@ -45,6 +44,11 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
         ("eight at once: median ms", "start-8", "ms", ",.0f"),
         ("slowest ms", "start-8", "max_ms", ",.0f"),
     ),
+    "handover": (
+        ("GB/s, every byte checked", "transfer", "gb_per_s", ".2f"),
+        ("CPU s/GB", "transfer", "cpu_s_per_gb", ".2f"),
+        ("one restart, s", "transfer", "restart_s", ".2f"),
+    ),
     "api": (
         ("create p50 ms", "api-create", "p50_ms", ".1f"),
         ("p99 ms", "api-create", "p99_ms", ".1f"),
@@ -59,6 +63,7 @@ TITLES: Final = {
     "model": "Model proxy",
     "sandbox": "Session start",
     "api": "Control API",
+    "handover": "Restarts under load",
     "curves": "From 1 to 5,000 at once",
 }
 PLOTS: Final = {
@@ -66,6 +71,7 @@ PLOTS: Final = {
     "model": ("model-cpu", "model-events", "model-latency"),
     "sandbox": ("session-start",),
     "api": ("api-p99",),
+    "handover": (),
     "curves": ("throughput-by-tunnels", "connections-by-number"),
 }
 _OURS: Final = frozenset({"gateway", "opificia"})
@@ -97,7 +103,7 @@ def section(name: str, run: Run, folder: str, exists: Callable[[str], bool]) -> 
     raw = f"[raw results]({folder}/{name}.json)"
     parts = [f"**{TITLES[name]}**: `{run.command}`, medians of {rounds} interleaved rounds, {where}; {raw}."]
     if name in _TABLES:
-        parts.append("\n".join(_table(run.records, _TABLES[name])))
+        parts.append("\n".join(_table(run, _TABLES[name])))
     goals = judge(run)
     missed = [f"{goal.text} ({goal.found})" for goal in goals if goal.reached is False]
     unknown = [f"{goal.text} ({goal.found})" for goal in goals if goal.reached is None]
@@ -112,7 +118,8 @@ def section(name: str, run: Run, folder: str, exists: Callable[[str], bool]) -> 
     return "\n\n".join(parts)
 
 
-def _table(records: Sequence[Record], columns: Sequence[_Column]) -> list[str]:
+def _table(run: Run, columns: Sequence[_Column]) -> list[str]:
+    records = run.records
     used = [column for column in columns if any(record.scenario == column[1] for record in records)]
     lines = ["| |" + "".join(f" {heading} |" for heading, *_ in used), "|---|" + "---|" * len(used)]
     for peer in dict.fromkeys(record.peer for record in records):
@@ -122,7 +129,7 @@ def _table(records: Sequence[Record], columns: Sequence[_Column]) -> list[str]:
             cells.append(format(found.median, form) if found else "–")
         if all(cell == "–" for cell in cells):
             continue
-        title = f"{peer}: {ABOUT[peer]}" if peer in ABOUT else peer
+        title = f"{peer}: {run.peers[peer]['about']}" if run.of("sandbox") or run.of("handover") else peer
         mark = "**" if peer in _OURS else ""
         lines.append(f"| {mark}{title}{mark} |" + "".join(f" {mark}{cell}{mark} |" for cell in cells))
     return lines

@@ -65,6 +65,11 @@ _COLUMNS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("sessions_per_s", "sessions/s", ".2f"),
         ("control_growth_mib", "control grew MiB", "+.1f"),
     ),
+    "transfer": (
+        ("gb_per_s", "GB/s", ".2f"),
+        ("cpu_s_per_gb", "CPU s/GB", ".2f"),
+        ("restart_s", "one restart s", ".2f"),
+    ),
     "api": (
         ("requests_per_s", "requests/s", ",.0f"),
         ("p50_ms", "p50 ms", ".1f"),

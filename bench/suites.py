@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from bench import api, egress, model, peers, sandbox
+from bench import api, egress, handover, model, peers, sandbox
 from bench.load import compiler
 from bench.peers import Peer
 from bench.records import Run
@@ -17,6 +17,7 @@ SUITES: Final = {
     "model": "the model proxy against other relays",
     "sandbox": "session starts against the engine's own, and a hundred sessions (root)",
     "api": "the control API with 10,000 stored sessions, on SQLite and PostgreSQL",
+    "handover": "a checked transfer under restarts of the gateway, and without (root)",
     "curves": "throughput and rate of the egress proxy, from 1 to 256 tunnels and to 5,000 connections at once",
 }
 
@@ -109,6 +110,25 @@ class _ApiJob(Job):
         api.run(run, self._plan, say)
 
 
+class _HandoverJob(Job):
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__("handover")
+        asked = handover.Size(options.gigabytes, options.tunnels, options.restarts)
+        self._size = handover.Size(0.2, 10, 2) if options.quick else asked
+        self._rounds: int = 1 if options.quick else options.rounds
+
+    def plan(self) -> str:
+        size = self._size
+        about = f"{size.gigabytes:g} GB in {size.tunnels} tunnels, with {size.restarts} restarts and without"
+        return f"{self._rounds} rounds of {about}"
+
+    def expected_s(self) -> float:
+        return handover.expected_s(self._size, self._rounds)
+
+    def run(self, run: Run, say: Callable[[str], None]) -> None:
+        handover.run(run, self._size, self._rounds, say)
+
+
 def job(name: str, options: argparse.Namespace) -> Job:
     """Return a suite with its options. Raises ValueError for a peer, command or scenario that it does not have."""
     match name:
@@ -116,6 +136,8 @@ def job(name: str, options: argparse.Namespace) -> Job:
             return _SandboxJob(options)
         case "api":
             return _ApiJob(options)
+        case "handover":
+            return _HandoverJob(options)
         case _:
             return _ProxyJob(name, options)
 
