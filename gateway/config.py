@@ -11,7 +11,7 @@ from gateway.contract.limits import GatewayLimits
 from gateway.contract.policy import EgressBudget, Grant, ModelBudget, NetworkLevel, budget_problems
 from gateway.core.authority import AuthorityError, parse_authority
 from gateway.core.decide import TrustedNetwork
-from gateway.core.providers import ProviderSettings, parse_upstream
+from gateway.core.providers import ANTHROPIC_URL, ProviderSettings, ShapeName, parse_upstream
 from gateway.core.rules import HostRule, RuleError
 from gateway.runtime.addresses import address_problems
 from gateway.runtime.settings import Checked, load
@@ -128,7 +128,8 @@ class AuditSettings(Checked, frozen=True):
 class ModelSettings(Checked, frozen=True):
     """The default model provider and further ones."""
 
-    upstream: str = "https://api.anthropic.com"
+    upstream: str = ANTHROPIC_URL
+    shape: ShapeName = "anthropic"
     api_key_file: str = ""
     ca_file: str = ""
     provider: tuple[ProviderSettings, ...] = ()
@@ -139,6 +140,8 @@ class ModelSettings(Checked, frozen=True):
             parse_upstream(self.upstream)
         except ValueError as error:
             problems.append(f"upstream: {error}")
+        if self.shape != "anthropic" and self.upstream == ANTHROPIC_URL:
+            problems.append(f"upstream: {ANTHROPIC_URL} is not of the shape {self.shape!r}; name the provider")
         problems += [f"provider: {name!r} is there twice" for name in _repeated(each.name for each in self.provider)]
         return problems
 

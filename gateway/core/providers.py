@@ -129,7 +129,10 @@ OPENAI: Final = Shape(
     default_error_type="invalid_request_error",
 )
 
-SHAPES: Final[Mapping[str, Shape]] = MappingProxyType({"anthropic": ANTHROPIC, "openai": OPENAI})
+# The provider of a configuration that names none.
+ANTHROPIC_URL: Final = "https://api.anthropic.com"
+ShapeName = Literal["anthropic", "openai"]
+SHAPES: Final[Mapping[ShapeName, Shape]] = MappingProxyType({"anthropic": ANTHROPIC, "openai": OPENAI})
 # Whatever provider a request is for, a credential of any of them stays here.
 KEY_HEADERS: Final = frozenset(shape.key_header for shape in SHAPES.values())
 
@@ -180,7 +183,7 @@ class ProviderSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, 
 
     name: str
     upstream: str
-    shape: Literal["anthropic", "openai"] = "openai"
+    shape: ShapeName = "openai"
     api_key_file: str = ""
     ca_file: str = ""
 

@@ -10,7 +10,7 @@ from gateway.config import GatewayConfig
 from gateway.contract.limits import GatewayLimits
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.model_request import RequestRules
-from gateway.core.providers import ANTHROPIC, SHAPES, Shape, parse_upstream
+from gateway.core.providers import SHAPES, Shape, parse_upstream
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.credentials import ModelKey
 from gateway.metrics import Metrics
@@ -91,7 +91,9 @@ class ModelProxy:
         self._clients: set[Ticking] = set()
         self._timer: asyncio.TimerHandle | None = None
         model = config.model
-        self.default = Provider(ANTHROPIC, model.upstream, self._pool(model.upstream, model.ca_file), default_key)
+        self.default = Provider(
+            SHAPES[model.shape], model.upstream, self._pool(model.upstream, model.ca_file), default_key
+        )
         # A further provider has a key file or, as a local model server may, no key.
         self._keys = {each.name.encode(): ModelKey(each.api_key_file, {}) for each in model.provider}
         self.providers = {

@@ -15,7 +15,7 @@ from gateway.context import Gateway
 from gateway.contract.ids import token_sha256
 from gateway.contract.limits import GatewayLimits
 from gateway.contract.policy import Grant, ModelBudget, Usage
-from gateway.core.providers import ProviderSettings
+from gateway.core.providers import ProviderSettings, ShapeName
 from gateway.core.rules import load_registries
 from gateway.metrics import Metrics
 from gateway.net.model import ModelClient
@@ -86,7 +86,7 @@ class Proxy:
 
     async def settled(self) -> None:
         """Wait until no request is in flight."""
-        await until(lambda: all(session.model.in_flight == 0 for session in self.gateway.registry))
+        await until(lambda: self.gateway.model.running == 0)
 
 
 async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
@@ -105,6 +105,7 @@ async def running_proxy(
     models: tuple[str, ...] = (),
     providers: tuple[ProviderSettings, ...] = (),
     ca_file: str = "",
+    shape: ShapeName = "anthropic",
     ready: bool = True,
     caller: str | None = None,
 ) -> AsyncIterator[Proxy]:
@@ -113,7 +114,7 @@ async def running_proxy(
         listen=ListenSettings(proxy_protocol=caller is not None),
         sessions=SessionsSettings(file="unused.toml"),
         limits=GatewayLimits(**(limits or {})),
-        model=ModelSettings(upstream=upstream, ca_file=ca_file, provider=providers),
+        model=ModelSettings(upstream=upstream, shape=shape, ca_file=ca_file, provider=providers),
     )
     registry = Registry(
         load_registries(REGISTRIES.read_text()), require_address=caller is not None, ready=ready, max_waiters=100

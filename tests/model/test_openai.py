@@ -5,9 +5,10 @@ import json
 import openai
 import pytest
 
+from gateway.config import ModelSettings
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.providers import ProviderSettings
-from tests.model.harness import TOKEN, running_proxy
+from tests.model.harness import KEY, TOKEN, running_proxy
 from tests.model.wire import ask, request
 from tests.support.provider import CACHE_READ_TOKENS, INPUT_TOKENS, OUTPUT_TOKENS, TEXT, FakeProvider
 
@@ -110,3 +111,24 @@ async def test_under_a_budget_what_cannot_be_counted_is_refused(
         assert (await ask(proxy.port, request(data, path=f"{BASE}/{path}"))).status == status
         await proxy.settled()
         assert proxy.usage().output_tokens == (OUTPUT_TOKENS if status == 200 else 0)
+
+
+async def test_the_default_provider_can_be_of_this_shape(provider: FakeProvider) -> None:
+    """An operator whose own model server speaks OpenAI's API, and no other provider."""
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", shape="openai") as proxy:
+        async with openai.AsyncOpenAI(base_url=f"{proxy.base_url}/v1", api_key=TOKEN) as client:
+            chat = await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "Hi"}])
+            assert chat.choices[0].message.content == TEXT
+            await proxy.settled()
+            assert proxy.usage() == WHOLE
+        assert provider.requests[0].header("authorization") == f"Bearer {KEY}"
+        # What the other shape has is not there, and refused in this one.
+        refusal = await ask(proxy.port, request(path="/model/s1/v1/messages"))
+        assert refusal.status == 404
+        assert json.loads(refusal.body)["error"]["code"] == "not_found"
+
+
+def test_the_default_url_is_not_taken_for_another_shape() -> None:
+    assert ModelSettings(shape="openai", upstream="http://127.0.0.1:8000").problems() == []
+    with pytest.raises(ValueError, match="not of the shape 'openai'"):
+        ModelSettings(shape="openai")
