@@ -16,6 +16,7 @@ from control.docker.types import EngineError
 from control.plan.reconcile import Action
 from control.sessions.preview import describe, preview
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
+from gateway.runtime.version import version
 
 
 def main() -> None:
@@ -29,6 +30,7 @@ def main() -> None:
     parser.add_argument(
         "--preview", action="store_true", help="say what a start would do about sessions and containers, and exit"
     )
+    parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--verbose", action="store_true", help="log every step")
     arguments = parser.parse_args()
     try:

@@ -6,6 +6,7 @@ async with ControlClient("unix:/run/opificia/api/control.sock") as control:
 """
 
 import asyncio
+import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -40,6 +41,8 @@ _CONNECT_S: Final = 10.0
 _ANSWER_S: Final = 60.0
 _RETRY_S: Final = 0.3
 
+_match_http: Final = re.compile(r"https?://[^/?#@\s]+/?").fullmatch
+
 T = TypeVar("T")
 
 
@@ -66,6 +69,8 @@ class ControlClient:
 
     async def __aenter__(self) -> Self:
         unix = self._address.removeprefix("unix:") if self._address.startswith("unix:") else ""
+        if not unix and _match_http(self._address) is None:
+            raise ControlUnavailableError(f"{self._address!r} is neither unix:/path nor http://host:port")
         connector = aiohttp.UnixConnector(unix) if unix else aiohttp.TCPConnector()
         self._http = aiohttp.ClientSession(
             "http://control" if unix else self._address,

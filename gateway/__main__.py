@@ -12,6 +12,7 @@ from gateway.beside import SuccessionError
 from gateway.config import load_config, load_sessions
 from gateway.runtime.addresses import ListenError
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
+from gateway.runtime.version import version
 
 log = logging.getLogger("gateway")
 
@@ -21,6 +22,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="opificia-gateway", description="The sandboxes' only door.")
     parser.add_argument("--config", type=Path, required=True, help="gateway.toml")
     parser.add_argument("--check-config", action="store_true", help="list every problem of the configuration and exit")
+    parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     options = parser.parse_args(arguments)
     logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)

@@ -13,7 +13,6 @@ from control.cli.output import EXIT_HOST, as_json, fail, with_client
 
 app = typer.Typer(
     name="opificia",
-    help="Run untrusted agents in hardened sandboxes whose only door is a policy gateway.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
@@ -29,6 +28,23 @@ Json = Annotated[bool, typer.Option("--json", help="JSON for programs instead of
 SessionArg = Annotated[str, typer.Argument(metavar="SESSION", help="The session's id; see `opificia sessions`.")]
 Follow = Annotated[bool, typer.Option("--follow", "-f", help="Stay until the session has ended.")]
 Raw = Annotated[bool, typer.Option("--raw", help="Do not escape control characters on a terminal.")]
+
+
+def _show_version(value: bool) -> None:
+    if value:
+        from gateway.runtime.version import version
+
+        typer.echo(version())
+        raise typer.Exit
+
+
+@app.callback()
+def opificia(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_show_version, is_eager=True, help="Show the release and exit.")
+    ] = False,
+) -> None:
+    """Run untrusted agents in hardened sandboxes whose only door is a policy gateway."""
 
 
 @app.command("run")

@@ -17,6 +17,7 @@ import typer.main
 
 from control.cli.app import app
 from control.plan.session import SessionState
+from gateway.runtime.version import version
 from tests.control.conftest import Host, until
 
 
@@ -324,6 +325,29 @@ async def test_without_a_daemon_it_says_what_to_look_at(host: Host) -> None:
     assert len(err.splitlines()) == 1
     assert "is opificia-control running" in err
     assert (await opificia(host, "run", "sandbox", "--", "true"))[0] == 125
+
+
+@pytest.mark.parametrize("address", ["bogus", "127.0.0.1:1", "unix:", "http://", "ftp://host"])
+async def test_an_address_that_is_none_is_one_sentence(host: Host, address: str) -> None:
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-m", "control.cli", "sessions"],
+        env={**os.environ, "OPIFICIA_CONTROL": address},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 1
+    assert "neither unix:/path nor http://host:port" in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+@pytest.mark.parametrize("program", ["gateway", "control", "control.cli"])
+def test_every_program_says_which_release_it_is(program: str) -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", program, "--version"], capture_output=True, text=True, check=True, timeout=60
+    )
+    assert done.stdout == f"{version()}\n"
 
 
 async def test_wrong_usage_is_one_sentence(host: Host) -> None:
