@@ -79,11 +79,14 @@ _OURS: Final = frozenset({"gateway", "opificia"})
 
 def update(folder: Path, console: Console, readme: Path = README) -> int:
     """Draw the plots of a folder's results and write them into `readme`. Returns 2 when that cannot be done."""
+    inside = folder.resolve().is_relative_to(readme.parent.resolve())
     runs = {name: Run.load(file) for name in SUITES if (file := folder / f"{name}.json").exists()}
     text = readme.read_text()
-    if not runs or text.count(BEGIN) != 1 or text.count(END) != 1:
-        why = f"no results in {folder}" if not runs else f"{readme} has no place for them: {BEGIN} {END}"
-        console.print(why, style="red")
+    if not runs or not inside:
+        console.print(f"no results in {folder}" if inside else f"{folder} is not below {readme.parent}", style="red")
+        return 2
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        console.print(f"{readme} has no place for them: {BEGIN} {END}", style="red")
         return 2
     link = folder.resolve().relative_to(readme.parent.resolve()).as_posix()
     for name, run in runs.items():
