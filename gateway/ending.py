@@ -107,7 +107,7 @@ class Ending:
         return self._waited_for() == 0
 
     def _is_only_movable(self) -> bool:
-        return self._is_joined() and self._waited_for() <= len(self._services.connects)
+        return self._is_joined() and self._waited_for() <= len(self._services.connects) + len(self._services.tunnels)
 
     def _is_joined(self) -> bool:
         return all(runner.splicer is not None for runner in self._services.runners)

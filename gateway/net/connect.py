@@ -21,7 +21,7 @@ from gateway.net.dial import Connected, Dial, DialError
 from gateway.net.plain import PlainRelay
 from gateway.net.resolve import Answer, ResolveError
 from gateway.net.services import Services, milliseconds_since
-from gateway.net.splice import Splicer
+from gateway.net.tunnel import Tunnel
 from gateway.registry import IPAddress, Session, hash_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ class Connect:
 
     __slots__ = (
         "_addresses", "_decision", "_dial", "_key", "_left_s", "_pending_name", "_services", "_waited", "_watching", "address",
-        "authority", "buffer", "caller", "credentials", "has_slot", "rule", "session", "sock", "splicer", "started", "upstream",
+        "authority", "buffer", "caller", "credentials", "has_slot", "rule", "session", "sock", "started", "upstream",
     )  # fmt: skip
 
     def __init__(self, services: Services, arrival: "Arrival", early: bytes, key: bytes) -> None:
@@ -61,7 +61,6 @@ class Connect:
         self.address = ""
         self._addresses: tuple[IPAddress, ...] = ()
         self.rule = ""
-        self.splicer: Splicer | None = None
         self.has_slot = False
         self._waited = 0.0
         # What an earlier process left of the time for the next wait.
@@ -294,38 +293,14 @@ class Connect:
         services, session, upstream = self._services, self.session, self.upstream
         assert session is not None
         assert upstream is not None
+        # From here on the sockets and the slot are the tunnel's.
         self.upstream = None
-        session.egress_allowed += 1
-        metrics = services.gateway.metrics
-        metrics.allowed["connect"].inc()
-        metrics.tunnels.inc()
-        self._log("allow", self.rule)
-        splicer = Splicer(services.poller, services.pipes, session, self.sock, upstream, self.on_close)
-        self.splicer = splicer
-        services.idle.add(splicer)
-        early, self.buffer = self.buffer[: session.bytes_left], b""
-        if early:
-            # Read here, not by the splicer, so counted here.
-            session.bytes_up += len(early)
-            session.bytes_left -= len(early)
-        splicer.start(early)
-
-    def on_close(self, reason: CloseReason) -> None:
-        """The tunnel has ended."""
-        services, session, splicer = self._services, self.session, self.splicer
-        assert session is not None
-        assert splicer is not None
-        self.splicer = None
-        services.idle.discard(splicer)
         session.remove_closer(self.revoke)
         services.connects.discard(self)
-        session.slots.release()
-        metrics = services.gateway.metrics
-        metrics.tunnels.dec()
-        metrics.closed[reason].inc()
-        metrics.bytes_up.inc(splicer.up.count)
-        metrics.bytes_down.inc(splicer.down.count)
-        self._log("close", reason, splicer.up.count, splicer.down.count)
+        session.egress_allowed += 1
+        services.gateway.metrics.allowed["connect"].inc()
+        self._log("allow", self.rule)
+        Tunnel(services, session, self.authority, self.address, self.started, self.sock, upstream).start(self.buffer)
 
     # -- from one process to the next
 
@@ -359,18 +334,8 @@ class Connect:
 
     def let_go(self) -> None:
         """Forget all of it, without an answer or an audit line: another process goes on with it."""
-        services, session, splicer = self._services, self.session, self.splicer
-        if splicer is None:
-            self._give_back()
-            self.sock.close()
-            return
-        assert session is not None
-        services.idle.discard(splicer)
-        session.remove_closer(self.revoke)
-        services.connects.discard(self)
-        session.slots.release()
-        services.gateway.metrics.tunnels.dec()
-        splicer.let_go()
+        self._give_back()
+        self.sock.close()
 
     # -- the client while it waits
 
@@ -411,10 +376,7 @@ class Connect:
 
     def revoke(self, reason: CloseReason) -> None:
         """The session is over: close at once, whatever stage this is in."""
-        if self.splicer is not None:
-            self.splicer.close(reason)
-        else:
-            self._abort(reason)
+        self._abort(reason)
 
     def _refuse(self, deny: Deny) -> None:
         status = status_of(deny.reason)
@@ -436,7 +398,7 @@ class Connect:
     def _abort(self, reason: CloseReason) -> None:
         """Close without an answer: nobody is there to read it, or nobody may."""
         if self.session is not None:
-            self._log("refuse" if self.splicer is None else "close", reason)
+            self._log("refuse", reason)
         self._give_back()
         self._services.poller.forget(self.sock.fileno())
         self.sock.close()
@@ -465,11 +427,11 @@ class Connect:
             else:
                 session.slots.cancel(self._on_slot)
 
-    def _log(self, event: str, reason: DenyReason | CloseReason | str, up: int = 0, down: int = 0) -> None:
+    def _log(self, event: str, reason: DenyReason | CloseReason | str) -> None:
         assert self.session is not None
         authority = self.authority
         address = self.address or (str(self._addresses[0]) if self._addresses else "")
         self._services.gateway.audit.write(
             self.session.id, event, "connect", authority.host, authority.port, address, reason,
-            up, down, milliseconds_since(self.started),
+            ms=milliseconds_since(self.started),
         )  # fmt: skip

@@ -22,6 +22,7 @@ from gateway.net.connect import Connect
 from gateway.net.listener import Listener
 from gateway.net.services import Services
 from gateway.net.splice import Flow, Splicer
+from gateway.net.tunnel import Tunnel
 
 
 class Parking:
@@ -40,15 +41,14 @@ class Parking:
         self._descriptors = []
         services = self._services
         connects = services.connects | set(services.waits.ready)
-        tunnels = [each for each in connects if each.splicer is not None]
         greetings = [each for each in connects if each.upstream is not None]
-        asking = [each for each in connects if each.splicer is None and each.upstream is None]
+        asking = [each for each in connects if each.upstream is None]
         record = Parked(
             epoch=self._epoch,
             listeners={name: self._place(sock) for name, sock in listeners.items()},
             passed={name: self._place(sock) for name, sock in passed.items()},
             sessions=tuple(session.parked() for session in services.gateway.registry),
-            tunnels=tuple(self._tunnel(each) for each in tunnels),
+            tunnels=tuple(self._tunnel(each) for each in services.tunnels),
             greetings=tuple(self._greeting(each) for each in sorted(greetings, key=lambda each: each.left_s or 0)),
             # In the order of their turns: those that have a slot, then those that wait for one.
             asking=tuple(
@@ -84,6 +84,8 @@ class Parking:
         # First those that wait for a slot: the slots of the others would become theirs.
         for connect in sorted(connects, key=lambda each: each.has_slot):
             connect.let_go()
+        for tunnel in list(services.tunnels):
+            tunnel.let_go()
         for runner in list(services.runners):
             # One that has not reached control yet is cut with the process, and its client connects again.
             if runner.splicer is not None:
@@ -98,17 +100,14 @@ class Parking:
         self._descriptors.append(descriptor)
         return len(self._descriptors) - 1
 
-    def _tunnel(self, connect: Connect) -> ParkedTunnel:
-        session, splicer = connect.session, connect.splicer
-        assert session is not None
-        assert splicer is not None
+    def _tunnel(self, tunnel: Tunnel) -> ParkedTunnel:
         return ParkedTunnel(
-            session.id,
-            str(connect.authority),
-            connect.address,
-            connect.started,
-            self._services.idle.still(splicer),
-            self._pair(splicer),
+            tunnel.session.id,
+            str(tunnel.authority),
+            tunnel.address,
+            tunnel.started,
+            self._services.idle.still(tunnel.splicer),
+            self._pair(tunnel.splicer),
         )
 
     def _greeting(self, connect: Connect) -> ParkedGreeting:

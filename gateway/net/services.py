@@ -22,6 +22,7 @@ from gateway.registry import UNLIMITED, Session
 if TYPE_CHECKING:
     from gateway.net.connect import Connect
     from gateway.net.runner import RunnerHandoff
+    from gateway.net.tunnel import Tunnel
     from gateway.net.waits import Waits
 
 
@@ -55,7 +56,8 @@ class Services:
     facts: HostFacts
     waits: "Waits" = field(init=False)
     runner_account: RunnerAccount = field(default_factory=RunnerAccount)
-    # What can go on in another process: CONNECTs of known sessions, and runners' connections.
+    # What can go on in another process: tunnels, CONNECTs of known sessions on the way there, and runners' connections.
+    tunnels: "set[Tunnel]" = field(default_factory=set)
     connects: "set[Connect]" = field(default_factory=set)
     runners: "set[RunnerHandoff]" = field(default_factory=set)
 

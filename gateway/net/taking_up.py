@@ -27,6 +27,7 @@ from gateway.net.listener import Listener
 from gateway.net.runner import RunnerHandoff
 from gateway.net.services import Services, milliseconds_since
 from gateway.net.splice import Account, Flow, Splicer
+from gateway.net.tunnel import Tunnel
 from gateway.registry import IPAddress, Registry
 
 log = logging.getLogger("gateway.taking_up")
@@ -80,26 +81,21 @@ class TakingUp:
         return arrival
 
     def _tunnel(self, parked: ParkedTunnel) -> None:
-        services = self._services
-        connect = Connect(services, self._seat(parked.pair.client, None, parked.started), b"", b"")
-        connect.authority = _authority(parked.authority)
-        connect.address = parked.address
+        services, pair = self._services, parked.pair
+        authority = _authority(parked.authority)
         session = services.gateway.registry.get(parked.session)
         if session is None:
-            pair = parked.pair
-            connect.sock.close()
             self._discard(pair)
             services.gateway.audit.write(
-                parked.session, "close", "connect", connect.authority.host, connect.authority.port, parked.address,
+                parked.session, "close", "connect", authority.host, authority.port, parked.address,
                 CloseReason.REVOKED, pair.up.count, pair.down.count, milliseconds_since(parked.started),
             )  # fmt: skip
             return
-        connect.adopt(session)
-        splicer = self._splicer(parked.pair, connect.sock, session, connect)
-        services.gateway.metrics.tunnels.inc()
-        connect.splicer = splicer
-        services.idle.add(splicer, parked.still)
-        splicer.go_on()
+        session.slots.hold()
+        ends = self._socket(pair.client), self._socket(pair.upstream)
+        tunnel = Tunnel(services, session, authority, parked.address, parked.started, *ends)
+        self._flows(tunnel.splicer, pair, session)
+        tunnel.go_on(parked.still)
 
     def _greeting(self, parked: ParkedGreeting) -> None:
         services = self._services
@@ -121,15 +117,18 @@ class TakingUp:
         connect.ask_again(_authority(parked.authority), credentials, parked.left_s)
 
     def _runner(self, parked: ParkedRunner) -> None:
-        services = self._services
-        client = self._socket(parked.pair.client)
+        services, pair = self._services, parked.pair
         session = services.gateway.registry.get(parked.session)
         if session is None:
-            client.close()
-            self._discard(parked.pair)
+            self._discard(pair)
             return
+        client, account = self._socket(pair.client), services.runner_account
         runner = RunnerHandoff(services, None, client)
-        runner.take_up(session, self._splicer(parked.pair, client, services.runner_account, runner))
+        splicer = Splicer(
+            services.poller, services.pipes, account, client, self._socket(pair.upstream), runner.on_close
+        )
+        self._flows(splicer, pair, account)
+        runner.take_up(session, splicer)
 
     def _arrival(self, parked: ParkedArrival) -> None:
         arrival = self._seat(parked.client, parked.caller, parked.started)
@@ -143,15 +142,9 @@ class TakingUp:
             return
         self._listener.take_up(arrival, parked.left_s)
 
-    def _splicer(
-        self, pair: ParkedPair, client: socket.socket, account: Account, owner: Connect | RunnerHandoff
-    ) -> Splicer:
-        services = self._services
-        upstream = self._socket(pair.upstream)
-        splicer = Splicer(services.poller, services.pipes, account, client, upstream, owner.on_close)
+    def _flows(self, splicer: Splicer, pair: ParkedPair, account: Account) -> None:
         self._flow(splicer.up, pair.up, account)
         self._flow(splicer.down, pair.down, account)
-        return splicer
 
     def _flow(self, flow: Flow, parked: ParkedFlow, account: Account) -> None:
         flow.count = parked.count
@@ -165,11 +158,9 @@ class TakingUp:
             self._services.pipes.adopt(flow.pipe, account)
 
     def _discard(self, pair: ParkedPair) -> None:
-        """Close all of a pair but the client's socket."""
-        os.close(self._descriptors[pair.upstream])
-        for flow in (pair.up, pair.down):
-            for place in flow.pipe or ():
-                os.close(self._descriptors[place])
+        """Close all of a pair."""
+        for place in (pair.client, pair.upstream, *(pair.up.pipe or ()), *(pair.down.pipe or ())):
+            os.close(self._descriptors[place])
 
 
 def _authority(text: str) -> Authority:
