@@ -43,6 +43,8 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
         ("one, ms", "start-1", "ms", ",.0f"),
         ("eight at once: median ms", "start-8", "ms", ",.0f"),
         ("slowest ms", "start-8", "max_ms", ",.0f"),
+        ("100 sessions, eight at a time, s", "sessions-100", "seconds", ".0f"),
+        ("control grew, MiB", "sessions-100", "control_growth_mib", "+.1f"),
     ),
     "handover": (
         ("GB/s, every byte checked", "transfer", "gb_per_s", ".2f"),
@@ -101,10 +103,11 @@ def update(folder: Path, console: Console, readme: Path = README) -> int:
 def section(name: str, run: Run, folder: str, exists: Callable[[str], bool]) -> str:
     """Return what README says about one suite: table, goals that were missed, plots that `exists` finds."""
     machine = run.machine
-    rounds = 1 + max(each.round for each in run.records)
+    rounds = len({each.round for each in run.records if each.scenario == run.records[0].scenario})
     where = f"{run.date}, {machine['cores']} cores {machine['cpu']}, {machine['system']}"
     raw = f"[raw results]({folder}/{name}.json)"
-    parts = [f"**{TITLES[name]}**: `{run.command}`, medians of {rounds} interleaved rounds, {where}; {raw}."]
+    how = "one round" if rounds == 1 else f"medians of {rounds} interleaved rounds"
+    parts = [f"**{TITLES[name]}**: `{run.command}`, {how}, {where}; {raw}."]
     if name in _TABLES:
         parts.append("\n".join(_table(run, _TABLES[name])))
     goals = judge(run)
@@ -125,7 +128,7 @@ def _table(run: Run, columns: Sequence[_Column]) -> list[str]:
     records = run.records
     used = [column for column in columns if any(record.scenario == column[1] for record in records)]
     lines = ["| |" + "".join(f" {heading} |" for heading, *_ in used), "|---|" + "---|" * len(used)]
-    for peer in dict.fromkeys(record.peer for record in records):
+    for peer in run.peers:
         cells = []
         for _, scenario, value, form in used:
             found = summarize(records, scenario, peer, value)
