@@ -86,13 +86,17 @@ async def _run(config: ControlConfig) -> None:
     identity = host_id(config.data)
     engine = DockerService(config.docker, identity, limits=config.limits, sandbox=config.sandbox)
     plan = config.host_plan
+
+    async def verify() -> list[str]:
+        return [*await engine.verify_host(plan), *await engine.runtime_problems(config.sandbox.runtime)]
+
     try:
         await serve(
             Control(
                 config,
                 engine,
                 identity,
-                verify=lambda: engine.verify_host(plan),
+                verify=verify,
                 prepare=(lambda: engine.prepare_host(plan)) if config.docker.manage_host else None,
             )
         )

@@ -230,6 +230,17 @@ class DockerService:
         """Return a sentence for each thing of the host that is not as planned; empty: sandboxes may be launched."""
         return await self._host.verify(plan)
 
+    async def runtime_problems(self, runtime: str) -> list[str]:
+        """Return a sentence when the engine does not know the runtime that sessions are to have; empty: its default."""
+        if not runtime:
+            return []
+        known = (await self._engine.call(lambda api: api.info())).get("Runtimes") or {}
+        if runtime in known:
+            return []
+        has = ", ".join(sorted(known))
+        remedy = f"register it in the engine's daemon.json and restart the engine (it has {has})"
+        return [f"the engine has no runtime {runtime}, which [sandbox] runtime names; {remedy}"]
+
     async def remove_host(self, plan: HostPlan) -> list[str]:
         """Take down what `prepare_host` made; return the changes."""
         return await self._host.remove(plan)

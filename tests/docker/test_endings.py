@@ -134,6 +134,16 @@ async def test_an_unknown_runtime_is_refused_with_the_remedy(sandboxes: Sandboxe
         await sandboxes.create("true", runtime="no-such-runtime")
 
 
+async def test_a_default_runtime_that_the_engine_has_not_is_told_before_anything_is_launched(
+    service: DockerService,
+) -> None:
+    assert await service.runtime_problems("") == []
+    assert await service.runtime_problems("runc") == []
+    (problem,) = await service.runtime_problems("runsc")
+    assert "no runtime runsc" in problem
+    assert "daemon.json" in problem
+
+
 async def test_a_missing_input_folder_is_refused_and_not_made(sandboxes: Sandboxes) -> None:
     with pytest.raises(EngineError, match="/no/such/folder"):
         await sandboxes.create("true", in_dir="/no/such/folder")
