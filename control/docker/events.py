@@ -24,11 +24,13 @@ _MAX_EVENT_BYTES: Final = 1024 * 1024
 
 
 class Events:
-    """Wakes waiters of a container when the engine reports anything about it, and all of them after a break."""
+    """Wakes waiters of a container when the engine reports its end or removal, and all of them after a break."""
 
     def __init__(self, engine: Engine, host_id: str) -> None:
         self._engine = engine
-        self._filters = json.dumps({"type": ["container"], "label": [f"{LABEL_HOST}={host_id}"]})
+        # Of the eight or so events of a container's life only its end is waited for.
+        kinds = {"type": ["container"], "event": ["die", "destroy"]}
+        self._filters = json.dumps({**kinds, "label": [f"{LABEL_HOST}={host_id}"]})
         self._waiters: dict[str, set[asyncio.Event]] = {}
         self._task: asyncio.Task[None] | None = None
         self._listening = asyncio.Event()

@@ -209,12 +209,21 @@ class DockerService:
         Bounded by `limits`; what lies beyond is left out and the summary says so. Nothing is followed out of /out, and
         nothing is extracted.
         """
-        found = await self._engine.call(lambda api: api.inspect_container(container))
-        await self._volumes.attach(found["Config"]["Labels"][LABEL_SESSION])
+        try:
+            return await self._archive(container, destination, limits)
+        except (EngineUnavailableError, NotFoundError):
+            raise
+        except EngineError:
+            # A reboot takes the volume's device away; the volume stays.
+            found = await self._engine.call(lambda api: api.inspect_container(container))
+            await self._volumes.attach(found["Config"]["Labels"][LABEL_SESSION])
+            return await self._archive(container, destination, limits)
+
+    async def _archive(self, container: str, destination: Path, limits: OutLimits) -> OutSummary:
         try:
             return await self._engine.in_thread(
                 "GET",
-                f"/containers/{found['Id']}/archive",
+                f"/containers/{container}/archive",
                 # With the dot, names are relative to the folder ("./a/b"); without it they would begin with its own.
                 {"path": f"{OUT_PATH}/."},
                 lambda stream: collect(stream, destination, limits),

@@ -31,6 +31,8 @@ class OutVolumes:
         self._engine = engine
         self._host_id = host_id
         self._helper = Helper(engine, host_id, ROLE_VOLUMES)
+        # What the engine was told of, so that a launch tells it once.
+        self._declared: set[str] = set()
 
     async def create(self, session: str, size_bytes: int, inodes: int, owner: tuple[int, int]) -> str:
         """Make the volume for a session and return its name; made before, it is left as it is."""
@@ -39,18 +41,14 @@ class OutVolumes:
         device = await self._helper.run(
             [_COMMAND, "create", self._file(session), str(size), str(inodes), str(uid), str(gid)]
         )
-        name, known = await self._declare(session)
+        known = self._device(session)
         if device != known:
             raise EngineError(f"The helper made {device} where {known} was due.")
-        return name
+        return volume_name(session) if session in self._declared else await self.declare(session)
 
     async def declare(self, session: str) -> str:
         """Give the engine the volume's name, which is all that making a container needs; its start needs the rest."""
-        name, _device = await self._declare(session)
-        return name
-
-    async def _declare(self, session: str) -> tuple[str, str]:
-        name, device = volume_name(session), f"{_DEVICES}/{self._file(session)}"
+        name, device = volume_name(session), self._device(session)
         labels = {LABEL_HOST: self._host_id, LABEL_ROLE: ROLE_OUT, LABEL_SESSION: session}
         options = {"type": "ext4", "device": device, "o": "nosuid,nodev,noatime"}
 
@@ -61,7 +59,8 @@ class OutVolumes:
             raise EngineError(
                 f"The engine has a volume {name} that is not ours.", f"Remove it: docker volume rm {name}"
             )
-        return name, device
+        self._declared.add(session)
+        return name
 
     async def attach(self, session: str) -> None:
         """Make sure that the volume's device is there, as after a reboot."""
@@ -70,6 +69,7 @@ class OutVolumes:
     async def remove(self, session: str) -> None:
         """Remove the volume and all that is in it; one that is gone is no error."""
         name = volume_name(session)
+        self._declared.discard(session)
         try:
             await self._engine.call(lambda api: api.remove_volume(name))
         except NotFoundError:
@@ -88,6 +88,9 @@ class OutVolumes:
         filters = {"label": [f"{LABEL_HOST}={self._host_id}", f"{LABEL_ROLE}={ROLE_OUT}"]}
         found = await self._engine.call(lambda api: api.volumes(filters=filters))
         return [volume["Labels"][LABEL_SESSION] for volume in found["Volumes"] or []]
+
+    def _device(self, session: str) -> str:
+        return f"{_DEVICES}/{self._file(session)}"
 
     def _file(self, session: str) -> str:
         name = f"{self._host_id}-{session}"
