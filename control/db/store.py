@@ -95,17 +95,25 @@ class Store(Database):
         """
         given = list(new)
 
-        async def work(connection: AsyncConnection) -> None:
-            last = await connection.scalar(sa.select(sessions.c.last_event).where(sessions.c.id == session))
-            missing = [each for each in given if each.number > (last or 0)]
-            if last is None or not missing:
-                return
-            await connection.execute(sa.insert(events), [event_row(session, each) for each in missing])
+        async def advanced(connection: AsyncConnection, missing: Sequence[StoredEvent], last: int) -> bool:
+            """Store events if `last` is the number of the last that is stored; False: it is not."""
             values = {**life_columns(life), "last_event": missing[-1].number}
             # Only with the event that assigns it: a later one must not take back an address that was released.
             if any(isinstance(each.event, LaunchStarted) for each in missing):
                 values["address"] = life.address
-            await connection.execute(sa.update(sessions).where(sessions.c.id == session).values(values))
+            expected = (sessions.c.id == session) & (sessions.c.last_event == last)
+            if (await connection.execute(sa.update(sessions).where(expected).values(values))).rowcount == 0:
+                return False
+            await connection.execute(sa.insert(events), [event_row(session, each) for each in missing])
+            return True
+
+        async def work(connection: AsyncConnection) -> None:
+            # Nearly always they are the next ones, and nobody needs to ask.
+            if not given or await advanced(connection, given, given[0].number - 1):
+                return
+            last = await connection.scalar(sa.select(sessions.c.last_event).where(sessions.c.id == session))
+            if last is not None and (missing := [each for each in given if each.number > last]):
+                await advanced(connection, missing, last)
 
         await self.write(work)
 
