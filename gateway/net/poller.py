@@ -6,6 +6,7 @@ of context a callback. Here a change costs one system call, and closing a watche
 """
 
 import asyncio
+import contextlib
 import select
 import time
 from collections.abc import Callable
@@ -43,7 +44,7 @@ class _Watch:
 
 
 class Poller:
-    """Calls back for sockets that are ready, level-triggered. A callback that raises stops nobody else for long.
+    """Calls back for sockets that are ready, level-triggered. A callback that raises is reported and not called again.
 
     A socket is closed only after `forget`. One whose descriptor lives on elsewhere (duplicated, given to a transport) is
     removed by `remove_reader` and `remove_writer` instead: the kernel drops a descriptor from an epoll only with its last
@@ -195,6 +196,8 @@ class Poller:
                     watch.reader()
                 if events & _FOR_WRITER and watch.writer is not None:
                     watch.writer()
+            except Exception as error:
+                self._give_up(fd, watch, error)
             finally:
                 self._calling = False
                 if less:
@@ -203,6 +206,21 @@ class Poller:
                         if watch is not None:
                             self._apply(each, watch)
                     less.clear()
+
+    def _give_up(self, fd: int, watch: _Watch, error: Exception) -> None:
+        """Report a callback that failed, and call it no more.
+
+        Its socket is still ready, so it would fail again at once, and those behind it in the batch would never have their turn.
+        """
+        self._loop.call_exception_handler(
+            {"message": "a socket's callback failed; the socket is not watched any more", "exception": error}
+        )
+        if self._watches.get(fd) is watch:
+            watch.reader = watch.writer = None
+            # It may have closed the socket without a word, which took it from the epoll.
+            with contextlib.suppress(OSError):
+                self._epoll.unregister(fd)
+            del self._watches[fd]
 
     def _run_deferred(self) -> None:
         deferred = self._deferred

@@ -185,16 +185,45 @@ async def test_a_callback_that_raises_is_reported_and_stops_nobody_else(
     asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context.get("exception")))
 
     def fail() -> None:
-        poller.remove_reader(left.fileno())
         raise ZeroDivisionError
 
+    # It comes first in the batch, and its socket stays ready.
     poller.add_reader(left.fileno(), fail)
     poller.add_reader(right.fileno(), lambda: read.append(right.recv(1)))
     left.send(b"x")
     right.send(b"x")
     await until(lambda: bool(read) and bool(reported))
+    await turns()
     assert [type(error) for error in reported] == [ZeroDivisionError]
     assert read == [b"x"]
+    # Whoever owns the socket may watch it again.
+    poller.add_reader(left.fileno(), lambda: read.append(left.recv(1)))
+    await until(lambda: len(read) == 2)
+
+
+async def test_a_callback_that_closes_its_socket_and_raises_harms_no_successor(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context.get("exception")))
+    number = left.fileno()
+
+    def fail() -> None:
+        left.close()
+        raise ZeroDivisionError
+
+    poller.add_reader(number, fail)
+    right.send(b"x")
+    await until(lambda: bool(reported))
+    successor, peer = socket.socketpair()
+    read: list[bytes] = []
+    poller.add_reader(successor.fileno(), lambda: read.append(successor.recv(1)))
+    peer.send(b"y")
+    await until(lambda: read == [b"y"])
+    poller.forget(successor.fileno())
+    successor.close()
+    peer.close()
 
 
 async def test_changes_that_a_callback_makes_hold_when_it_returns(
