@@ -84,8 +84,10 @@ class LogFollower:
                 generation = self._events.generation
                 state = (await self._engine.call(lambda api: api.inspect_container(self._container)))["State"]
                 if state["Status"] == "created":
+                    first = not self.attached.is_set()
                     await self._attach()
-                    attached_in = generation
+                    # The start waits for the first attachment only: it may have come before another one stood.
+                    attached_in = generation if first else None
                 elif not state["Running"]:
                     if attached_in != generation:
                         # Also after following: the engine ends that before a last line without a newline.

@@ -286,7 +286,9 @@ level = "error"
                 with contextlib.suppress(docker.errors.NotFound):
                     container.remove(force=True, v=True)
             for network in client.networks.list(filters={"type": "custom"}):
-                network.remove()
+                # As with volumes below: an endpoint too many, after a restart with live-restore.
+                with contextlib.suppress(docker.errors.APIError):
+                    network.remove()
             _detach_loop_devices(self._data / "docker" / "volumes")
             for volume in client.volumes.list():
                 # After a restart with live-restore the engine counts a mount too many of a volume, and gives it
