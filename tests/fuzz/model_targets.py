@@ -2,6 +2,7 @@
 
 import json
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -9,7 +10,7 @@ from gateway.core.chunked import LAST_CHUNK, ChunkedError, ChunkedReader, encode
 from gateway.core.incomplete import Incomplete
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_refusal import ModelRefusal
-from gateway.core.model_request import Request, RequestReader, RequestRules, Unacceptable
+from gateway.core.model_request import Opening, RequestReader, RequestRules, Unacceptable
 from gateway.core.providers import SHAPES
 from gateway.core.usage import JsonUsage, StreamUsage, TokenUsage, UsageReader
 from gateway.net.upstream import UpstreamConnection
@@ -66,10 +67,10 @@ def model_request(data: bytes) -> None:
             assert b"\r\n\r\n" not in data[:2048]
         case Unacceptable(refusal=refusal):
             check_message(refusal.message)
-        case Request():
-            assert result.destination.target.startswith(b"/v1/")
+        case Opening(request):
+            assert request.destination.target.startswith(b"/v1/")
             for name in (b"x-api-key", b"authorization", b"content-length", b"transfer-encoding", b"connection"):
-                assert not any(line.lower().startswith(name + b":") for line in result.passed.split(b"\r\n"))
+                assert not any(line.lower().startswith(name + b":") for line in request.passed.split(b"\r\n"))
 
 
 def model_body(data: bytes) -> None:
@@ -130,8 +131,9 @@ class _Reply:
     def interim_reply(self, head: bytes) -> None:
         self.interims.append(head)
 
-    def reply_started(self, status: int, head: bytes) -> None:
+    def reply_started(self, status: int, head: bytes) -> Callable[[bytes], object]:
         self.status, self.head = status, head
+        return self.body_received
 
     def body_received(self, body: bytes) -> None:
         self.body += body
