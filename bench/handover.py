@@ -1,7 +1,8 @@
 """Transfers under restarts of the gateway: every byte checked, no connection lost, and what the restarts cost.
 
-The gateway runs under a manager with a descriptor store, as under systemd, and is restarted each time that another share of
-the bytes has come. The same transfer without a restart is the measure. Needs root, as the tests' manager does.
+The gateway runs under a manager with a descriptor store, as under systemd, and is restarted (or reloaded: the next process
+starts beside it) each time that another share of the bytes has come. The same transfer without that is the measure. Needs
+root, as the tests' manager does.
 """
 
 import json
@@ -42,32 +43,31 @@ class Size:
 
 def expected_s(size: Size, rounds: int) -> float:
     """Return about how long `run` takes: both ends of a checked transfer are Python."""
-    return rounds * (2 * (size.gigabytes / 0.6 + 2) + size.restarts)
+    return rounds * (3 * (size.gigabytes / 0.6 + 2) + 2 * size.restarts)
 
 
 def run(run: Run, size: Size, rounds: int, say: Callable[[str], None]) -> None:
-    """Run interleaved rounds, without and with restarts. Raises RuntimeError where it cannot run."""
+    """Run interleaved rounds, without, with restarts and with reloads. Raises RuntimeError where it cannot run."""
     if os.geteuid() != 0:
         raise RuntimeError("it needs root: the gateway runs as a user of its own")
-    for restarts in (0, size.restarts):
-        about = f"{size.gigabytes:g} GB in {size.tunnels} tunnels, {restarts} restarts of the gateway meanwhile"
-        run.peers[f"{restarts}-restarts"] = {"about": about, "checks": "", "forward_proxy": False}
+    ways = ((0, "restarts"), (size.restarts, "restarts"), (size.restarts, "reloads"))
+    for count, kind in ways:
+        about = f"{size.gigabytes:g} GB in {size.tunnels} tunnels, {count} {kind} of the gateway meanwhile"
+        run.peers[f"{count}-{kind}"] = {"about": about, "checks": "", "forward_proxy": False}
     for number in range(rounds):
-        for restarts in (0, size.restarts) if number % 2 == 0 else (size.restarts, 0):
-            record = _measure(size, restarts, number)
+        for turn in range(len(ways)):
+            record = _measure(size, *ways[(number + turn) % len(ways)], number)
             run.records.append(record)
-            values = record.values
             say(
-                f"round {number + 1}, {restarts} restarts: {values['gb_per_s']:.2f} GB/s, "
-                f"{values['cpu_s_per_gb']:.2f} CPU s/GB, {len(record.problems)} errors"
+                f"round {number + 1}, {record.peer}: {record.values['gb_per_s']:.2f} GB/s, {len(record.problems)} errors"
             )
 
 
-def _measure(size: Size, restarts: int, number: int) -> Record:
+def _measure(size: Size, count: int, kind: str, number: int) -> Record:
     # From the checkout only: the tests know how to be a service manager.
     from tests.support.manager import Manager
 
-    record = Record(SUITE, "transfer", f"{restarts}-restarts", number, {})
+    record = Record(SUITE, "transfer", f"{count}-{kind}", number, {})
     with tempfile.TemporaryDirectory(prefix="bench-handover-") as name:
         folder = Path(name)
         folder.chmod(0o755)
@@ -95,7 +95,8 @@ def _measure(size: Size, restarts: int, number: int) -> Record:
                 with subprocess.Popen(ask, cwd=code, stdout=subprocess.PIPE, text=True) as load:
                     assert load.stdout is not None
                     load.stdout.readline()
-                    took = _restart(manager, load, progress, size, restarts)
+                    renew = manager.reload if kind == "reloads" else manager.restart
+                    took = _disturb(renew, load, progress, size, count)
                     result = json.loads(load.stdout.readline() or "{}")
                     # The gateway's lives are all that has been waited for until here.
                     manager.stop()
@@ -105,18 +106,22 @@ def _measure(size: Size, restarts: int, number: int) -> Record:
                 manager.close()
         _judge(record, result, folder, size, took)
         used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
-        record.values["cpu_s_per_gb"] = used / size.gigabytes
+        # A process of a reload is nobody's child here, so what it used is not known.
+        if kind != "reloads":
+            record.values["cpu_s_per_gb"] = used / size.gigabytes
     return record
 
 
-def _restart(manager: Any, load: "subprocess.Popen[str]", progress: Path, size: Size, restarts: int) -> list[float]:
-    """Restart each time that another share of the bytes has come; return how long each restart took."""
+def _disturb(
+    renew: Callable[[], None], load: "subprocess.Popen[str]", progress: Path, size: Size, count: int
+) -> list[float]:
+    """Renew the gateway each time that another share of the bytes has come; return how long each time took."""
     took: list[float] = []
     whole = size.per_tunnel * size.tunnels
-    while len(took) < restarts and load.poll() is None:
-        if checked.moved(progress) >= whole * (len(took) + 1) / (restarts + 1):
+    while len(took) < count and load.poll() is None:
+        if checked.moved(progress) >= whole * (len(took) + 1) / (count + 1):
             started = time.monotonic()
-            manager.restart()
+            renew()
             took.append(time.monotonic() - started)
         else:
             time.sleep(0.005)
