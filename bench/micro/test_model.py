@@ -12,6 +12,7 @@ from gateway.core.head import Head, parse_head
 from gateway.core.headers import ReplyHead, passed_headers
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_budget import ModelAccount, Outcome, Reservation
+from gateway.core.model_request import Opening, RequestReader, RequestRules
 from gateway.core.providers import ANTHROPIC
 from gateway.core.redact import Redactor
 from gateway.core.usage import JsonUsage, StreamUsage, TokenUsage
@@ -35,6 +36,21 @@ _BODY = json.dumps(
         "messages": [{"role": "user", "content": "word " * 20_000}],
     }
 ).encode()
+
+_RULES = RequestRules(names=frozenset({"opificia-gateway"}), default=ANTHROPIC, others={}, max_head_bytes=16384)
+
+
+def test_read_the_head_of_a_request(benchmark: BenchmarkFixture) -> None:
+    opening = benchmark(lambda: RequestReader(_RULES).read(MODEL))
+    assert isinstance(opening, Opening)
+    assert opening.request.destination.session_id == "a-session-0123"
+
+
+def test_read_the_head_of_a_request_again(benchmark: BenchmarkFixture) -> None:
+    reader = RequestReader(_RULES)
+    first = reader.read(MODEL)
+    assert isinstance(first, Opening)
+    assert benchmark(reader.read, MODEL).request is first.request
 
 
 def test_pass_on_the_headers_of_a_request(benchmark: BenchmarkFixture) -> None:
