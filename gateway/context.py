@@ -19,8 +19,11 @@ class Gateway:
     audit: AuditLog
     metrics: Metrics
     model_key: Callable[[], bytes]
+    # The names by which sandboxes know the gateway itself.
+    names: frozenset[str] = field(init=False)
     # What model connections share: providers, upstream pools, their clock.
     model: ModelProxy = field(init=False)
 
     def __post_init__(self) -> None:
+        self.names = frozenset(name.lower() for name in self.config.listen.names)
         self.model = ModelProxy(self.config, self.audit, self.metrics, self.model_key)

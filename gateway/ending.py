@@ -42,6 +42,7 @@ class Ending:
         if fdstore.is_offered():
             # New connections are served meanwhile, except for what could not go on elsewhere.
             self._listener.leave()
+            self._services.end_relays(keep=True)
             await self._until(self._is_only_movable, self._drain_s)
             # What they used belongs into the record.
             await self._services.handover.close()
@@ -49,6 +50,7 @@ class Ending:
             if leave_with_manager(self._parking, listeners, Unfinished(self._gateway.config.audit.dir)):
                 return
         self._listener.stop()
+        self._services.end_relays(keep=False)
         await self._until(self._is_nothing, self._drain_s)
 
     async def be_replaced(
@@ -58,8 +60,9 @@ class Ending:
         notify_reloading()
         try:
             successor = await Successor.start()
-            # A runner's connection can move when it has reached control.
-            await self._until(self._is_joined, HANDOFF_S)
+            # A runner's connection can move when it has reached control, one for plain HTTP between two requests.
+            self._services.end_relays(keep=True)
+            await self._until(lambda: self._is_joined() and self._is_relayed(), HANDOFF_S)
             record, descriptors = self._parking.pack(own, passed)
             successor.hand(encode_parked(record), descriptors)
         except SuccessionError as error:
@@ -77,6 +80,7 @@ class Ending:
         registry = self._gateway.registry
         following = loop.create_task(successor.follow(registry))
         self._gateway.model.drain()
+        self._services.end_relays(keep=False)
         end = loop.time() + self._gateway.config.limits.model_total_timeout_ms / 1000
         is_told = False
         telling = loop.time()
@@ -111,6 +115,9 @@ class Ending:
 
     def _is_joined(self) -> bool:
         return all(runner.splicer is not None for runner in self._services.runners)
+
+    def _is_relayed(self) -> bool:
+        return all(relay.is_serving for relay in self._services.relays)
 
     def _waited_for(self) -> int:
         return sum(session.ending_count for session in self._gateway.registry)

@@ -81,6 +81,13 @@ class Unacceptable:
     refusal: ModelRefusal
 
 
+class Elsewhere:
+    """A request for another host, which a client of a proxy may send on any of its connections."""
+
+
+ELSEWHERE: Final = Elsewhere()
+
+
 class RequestReader:
     """Reads the heads of one connection.
 
@@ -100,7 +107,7 @@ class RequestReader:
         # What the repeated head said of its body.
         self.length = 0
 
-    def read(self, data: bytes) -> Opening | Unacceptable | Incomplete:
+    def read(self, data: bytes) -> Opening | Unacceptable | Elsewhere | Incomplete:
         """Read the head at the start of `data`."""
         last = self.last
         if last is not None and (size := self.size_of_repeated(data)):
@@ -129,7 +136,7 @@ class RequestReader:
         self.length = int(digits)
         return size
 
-    def _parse(self, data: bytes) -> Opening | Unacceptable | Incomplete:
+    def _parse(self, data: bytes) -> Opening | Unacceptable | Elsewhere | Incomplete:
         rules = self._rules
         try:
             head = parse_head(data, rules.max_head_bytes)
@@ -138,6 +145,8 @@ class RequestReader:
         if isinstance(head, Incomplete):
             return INCOMPLETE
         destination = read_destination(head.method, head.target, rules)
+        if isinstance(destination, Elsewhere):
+            return destination
         if isinstance(destination, ModelRefusal):
             return Unacceptable(rules.default, destination)
         try:
@@ -149,7 +158,7 @@ class RequestReader:
         return Opening(request, framing, head.size)
 
 
-def read_destination(method: bytes, target: bytes, rules: RequestRules) -> Destination | ModelRefusal:
+def read_destination(method: bytes, target: bytes, rules: RequestRules) -> Destination | ModelRefusal | Elsewhere:
     """Match the raw target against the routes there are. Nothing is decoded or normalized: what is not there is a 404.
 
     An absolute target is taken as if addressed directly when its host is one of the gateway's names: so ask clients that
@@ -161,7 +170,7 @@ def read_destination(method: bytes, target: bytes, rules: RequestRules) -> Desti
         except AuthorityError:
             return _NOT_FOUND
         if authority.host not in rules.names:
-            return _NOT_FOUND
+            return ELSEWHERE
     path, mark, query = target.partition(b"?")
     parts = path.split(b"/", 3)
     if len(parts) != 4 or parts[0] or parts[1] != b"model" or _match_query(query) is None:

@@ -6,7 +6,7 @@ compression off for it, and the loops it is for cannot happen, because the gatew
 """
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from typing import Final, assert_never
 
@@ -90,6 +90,17 @@ class ResponseHead:
     def keep_alive(self) -> bool:
         """The server will take another request on its connection."""
         return self.minor_version == 1 and b"close" not in _connection_options(self.headers)
+
+
+def names_one_of(names: Set[str], head: Head) -> bool:
+    """Tell whether a request of a proxy client is for one of these hosts, on whatever port."""
+    if head.target[:7].lower() != b"http://":
+        return False
+    try:
+        return parse_absolute_http(head.target)[0].host in names
+    except AuthorityError:
+        # Whoever serves it says what is wrong with it.
+        return False
 
 
 def read_request(head: Head, tunnel: Authority | None) -> PlainRequest:

@@ -20,6 +20,7 @@ from gateway.net.model import ModelClient
 from gateway.net.plain import PlainRelay
 from gateway.net.runner import RunnerHandoff
 from gateway.net.services import Services
+from gateway.registry import IPAddress
 
 log = logging.getLogger("gateway.listener")
 
@@ -40,7 +41,6 @@ class Listener:
         self.poller = services.poller
         self.proxy_protocol = config.listen.proxy_protocol
         self.head_bytes = config.limits.head_bytes
-        self._names = frozenset(name.lower() for name in config.listen.names)
         if server.family != socket.AF_UNIX:
             # What is accepted inherits it: an event of a stream must not wait for the acknowledgement of the one before.
             server.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -58,6 +58,7 @@ class Listener:
         self._deadlines: Deadlines[Arrival] = Deadlines(self.loop, self._head_s, lambda arrival: arrival.expire())
         self._resume: asyncio.TimerHandle | None = None
         self._listening = False
+        services.route_again = self.route_again
 
     def start(self) -> None:
         """Begin to accept."""
@@ -177,6 +178,17 @@ class Listener:
         """Go on with a CONNECT that was judged before; `early` is what was read beyond its head."""
         Connect(self.services, arrival, early, key).resume(decision)
 
+    def route_again(self, sock: socket.socket, caller: IPAddress | None, data: bytes) -> None:
+        """Go on with a connection whose next request is not for whoever served the one before; `data` begins with it.
+
+        Clients keep one connection to a proxy for all plain-HTTP hosts, the gateway itself among them.
+        """
+        arrival = Arrival(self, sock, caller)
+        arrival.caller = caller
+        arrival.proxied = True
+        arrival.buffer = data
+        self.take_up(arrival, self._head_s)
+
     def route(self, arrival: Arrival, head: Head, data: bytes, key: bytes) -> None:
         """Hand the connection to what its head asks for.
 
@@ -195,7 +207,7 @@ class Listener:
             except AuthorityError as error:
                 arrival.refuse(400, DenyReason.MALFORMED_AUTHORITY, str(error))
                 return
-            if authority.host not in self._names:
+            if authority.host not in self.services.gateway.names:
                 arrival.release()
                 self.services.handover.give(arrival.sock, PlainRelay(self.services, arrival.caller), data)
                 return
@@ -203,7 +215,8 @@ class Listener:
             target = origin
         if target.startswith(b"/model/"):
             arrival.release()
-            ModelClient(self.services.gateway, self.poller, arrival.sock, arrival.caller).received(data)
+            client = ModelClient(self.services.gateway, self.poller, arrival.sock, arrival.caller, self.route_again)
+            client.received(data)
         elif target == b"/runner" or target.startswith(b"/runner?"):
             try:
                 handoff = RunnerHandoff(self.services, arrival.caller, arrival.sock)

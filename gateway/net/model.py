@@ -8,6 +8,7 @@ import asyncio
 import select
 import socket
 import time
+from collections.abc import Callable
 from ipaddress import IPv4Address, IPv6Address
 from typing import Final
 
@@ -15,7 +16,7 @@ from gateway.context import Gateway
 from gateway.core.head import BodyFraming, ContentLength, NoBody
 from gateway.core.incomplete import Incomplete
 from gateway.core.model_refusal import ModelRefusal, encode_refusal
-from gateway.core.model_request import Opening, RequestReader, Unacceptable
+from gateway.core.model_request import Elsewhere, Opening, RequestReader, Unacceptable
 from gateway.core.providers import Shape
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 from gateway.net.model_ask import Ask
@@ -39,13 +40,24 @@ _NOT_READY: Final = ModelRefusal(DenyReason.NOT_READY, "The gateway does not kno
 
 
 class ModelClient(Wire):
-    """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers."""
+    """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers.
+
+    `route_again` takes the connection when the next request on it is for another host.
+    """
 
     __slots__ = ("_ask", "_buffer", "_caller", "_deadline", "_discarded", "_exchange", "_gateway", "_has_left", "_in_head", "_is_shut",
-                 "_last", "_lingers", "_proxy", "_reader", "_seen_unsent", "_session", "_waiting")  # fmt: skip
+                 "_last", "_lingers", "_proxy", "_reader", "_route_again", "_seen_unsent", "_session", "_waiting")  # fmt: skip
 
-    def __init__(self, gateway: Gateway, poller: Poller, sock: socket.socket, caller: IPAddress | None) -> None:
+    def __init__(
+        self,
+        gateway: Gateway,
+        poller: Poller,
+        sock: socket.socket,
+        caller: IPAddress | None,
+        route_again: Callable[[socket.socket, IPAddress | None, bytes], None],
+    ) -> None:
         super().__init__(poller, sock)
+        self._route_again = route_again
         self._gateway = gateway
         self._proxy = gateway.model
         self._caller = caller
@@ -122,6 +134,8 @@ class ModelClient(Wire):
     def emptied(self) -> None:
         if self._last:
             self._half_close()
+        else:
+            self._serve()
 
     def close(self) -> None:
         if not self.is_closed:
@@ -192,6 +206,11 @@ class ModelClient(Wire):
             if isinstance(opening, Unacceptable):
                 self.refuse(opening.shape, opening.refusal, close=True)
                 return
+            if isinstance(opening, Elsewhere):
+                # Once the reply before is sent.
+                if not self.unsent_bytes:
+                    self._go_elsewhere()
+                return
             if isinstance(opening, Incomplete):
                 if not self._in_head:
                     self._in_head = True
@@ -202,6 +221,12 @@ class ModelClient(Wire):
             self._judge(opening)
         if len(self._buffer) > MAX_AHEAD_BYTES and not self._last:
             self.pause()
+
+    def _go_elsewhere(self) -> None:
+        data = self._buffer
+        self._leave(CloseReason.DONE)
+        self._proxy.discard(self)
+        self._route_again(self.detach(), self._caller, data)
 
     def _judge(self, opening: Opening) -> None:
         """Find out who sent a request, and begin to serve it."""

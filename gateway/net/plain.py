@@ -2,33 +2,29 @@
 
 One coroutine a client connection; it is not the hot path. Every request is judged as a CONNECT is: credentials, level and
 rules, budget, slot, name, addresses. Requests may be pipelined and are answered in order, one at a time. A connection to
-a host may serve the next request to the same host, never one to another.
+a host may serve the next request to the same host, never one to another. A request to the gateway itself on the same
+connection takes the connection back to the router.
 """
 
 import asyncio
-import contextlib
 import time
 from typing import Final
 
 from gateway.core.authority import Authority
 from gateway.core.credentials import parse_basic
-from gateway.core.decide import decide_addresses, decide_host
+from gateway.core.decide import decide_host
 from gateway.core.head import Head, HeadError, parse_head
 from gateway.core.incomplete import Incomplete
-from gateway.core.plain_head import PlainRequest, read_request
+from gateway.core.plain_head import PlainRequest, names_one_of, read_request
 from gateway.core.replies import refusal
 from gateway.core.status import RETRY_AFTER_S, status_of
 from gateway.core.verdict import CloseReason, Deny, DenyReason, Verdict
 from gateway.net.plain_exchange import Ending, Exchange
 from gateway.net.plain_stream import Stream
-from gateway.net.plain_upstream import Unreached, Upstream, reach
+from gateway.net.plain_upstream import HeldUpstream, Unreached, Upstream, reach
 from gateway.net.services import Services, milliseconds_since
 from gateway.registry import IPAddress, Session
 
-# A connection to a host waits this long for the next request; it holds a slot all the time. Apache waits 5 s as well.
-KEEP_UPSTREAM_S: Final = 5.0
-# Meanwhile it is looked this often whether somebody else waits for the slot.
-LOOK_S: Final = 0.25
 # A client that half-closed may still read its response; one that left looks the same. When nothing has moved for this
 # long it counts as gone. (nginx and Go take it for gone at once.)
 HALF_CLOSED_S: Final = 5.0
@@ -53,11 +49,16 @@ class PlainRelay(asyncio.Protocol):
         self._services = services
         self._caller = caller
         self._client = Stream(services.loop, self._wake, self._on_client_lost)
-        self._upstream: Upstream | None = None
+        self._held = HeldUpstream(services)
         self._task: asyncio.Task[None] | None = None
         self._waker: asyncio.Future[None] | None = None
         self._gone_timer: asyncio.TimerHandle | None = None
         self._closed = False
+        # Nothing follows the present request here: the gateway ends. Whether another process may go on.
+        self._is_last = services.is_ending
+        self._is_kept = False
+        # The connection is routed anew: by the next process, or because its next request is for the gateway itself.
+        self._goes_back = False
         # Whose connections and slots are in use here: the session of the tunnel, or of the latest request.
         self._session: Session | None = None
         self._is_crowded = False
@@ -86,6 +87,7 @@ class PlainRelay(asyncio.Protocol):
             return
         self._task = self._services.loop.create_task(self._run())
         self._services.handover.keep(self._task)
+        self._services.relays.add(self)
 
     def data_received(self, data: bytes) -> None:
         """Take what was read before the hand-over."""
@@ -139,13 +141,16 @@ class PlainRelay(asyncio.Protocol):
         return result.keep_client
 
     async def _read_head(self) -> Head | None:
-        """Return the next request's head, None when the client has no other. Raises HeadError."""
+        """Return the next request's head, None when there is no other to be served here. Raises HeadError."""
         loop, client, limits = self._services.loop, self._client, self._services.gateway.config.limits
         overdue: float | None = None
         while True:
             if client.data:
                 head = parse_head(client.data, limits.head_bytes)
                 if not isinstance(head, Incomplete):
+                    if self._is_kept or (self._tunnel is None and names_one_of(self._services.gateway.names, head)):
+                        self._goes_back = True
+                        return None
                     del client.data[: head.size]
                     client.taken()
                     return head
@@ -154,25 +159,14 @@ class PlainRelay(asyncio.Protocol):
             until = client.active + limits.egress_idle_ms / 1000 if overdue is None else overdue
             if client.ended:
                 return None
+            if self._is_last:
+                self._goes_back = self._is_kept
+                return None
             if loop.time() >= until:
                 if overdue is None:
                     return None
                 raise HeadError(408, DenyReason.HEAD_TIMEOUT, "the request head did not arrive in time")
-            await self._wait(min(until, self._tend_upstream(until)))
-
-    def _tend_upstream(self, never: float) -> float:
-        """Let go of a kept connection that is of no use any more, or whose slot others wait for.
-
-        Returns when to look again.
-        """
-        upstream, session = self._upstream, self._session
-        if upstream is None or session is None:
-            return never
-        now = self._services.loop.time()
-        if not upstream.is_quiet or session.slots.waiting or now >= upstream.kept_since + KEEP_UPSTREAM_S:
-            self._drop_upstream()
-            return never
-        return now + LOOK_S
+            await self._wait(min(until, self._held.tend(until)))
 
     # -- the verdict
 
@@ -189,7 +183,7 @@ class PlainRelay(asyncio.Protocol):
 
     def _adopt(self, session: Session) -> None:
         """Serve in the name of this session from now on."""
-        self._drop_upstream()
+        self._held.drop()
         if self._session is not None:
             self._session.remove_closer(self._stop)
         self._session = session
@@ -216,7 +210,7 @@ class PlainRelay(asyncio.Protocol):
         verdict = self._judge(session, request.authority)
         if isinstance(verdict, Deny):
             return verdict
-        upstream = self._take_kept(session, request)
+        upstream = self._held.take(session, request)
         if upstream is not None:
             ending = await self._exchange_over(upstream, session, request, verdict.rule)
             if not ending.is_stale:
@@ -226,22 +220,8 @@ class PlainRelay(asyncio.Protocol):
         if isinstance(reached, Unreached):
             self._address = reached.address
             return reached.deny
-        self._upstream = reached
+        self._held.put(session, reached)
         return await self._exchange_over(reached, session, request, verdict.rule)
-
-    def _take_kept(self, session: Session, request: PlainRequest) -> Upstream | None:
-        """Return the kept connection if this request may use it; otherwise let go of it, and of its slot, first."""
-        upstream = self._upstream
-        if upstream is None:
-            return None
-        # It may be closing while we send. Only a request that can then be sent again takes the risk.
-        if request.authority == upstream.authority and request.is_repeatable and upstream.is_quiet:
-            # Judged again, because this host's own addresses may have changed meanwhile.
-            judged = decide_addresses(session.policy, request.authority, (upstream.address,), self._services.facts)
-            if not isinstance(judged, Deny):
-                return upstream
-        self._drop_upstream()
-        return None
 
     async def _exchange_over(self, upstream: Upstream, session: Session, request: PlainRequest, rule: str) -> Ending:
         self._address = str(upstream.address)
@@ -249,11 +229,12 @@ class PlainRelay(asyncio.Protocol):
         self._services.gateway.metrics.allowed["http"].inc()
         self._log("allow", rule)
         exchange = self._exchange = Exchange(session, request, self._client, upstream.stream)
+        exchange.is_last = self._is_last and not self._is_kept
         ending = await self._drive(exchange)
-        upstream.kept_since = self._services.loop.time()
-        # A kept connection keeps its slot; not while others wait for one.
-        if not ending.keep_upstream or session.slots.waiting:
-            self._drop_upstream()
+        if ending.keep_upstream:
+            self._held.keep()
+        else:
+            self._held.drop()
         self._end_exchange(ending.reason)
         return ending
 
@@ -280,11 +261,6 @@ class PlainRelay(asyncio.Protocol):
             metrics.bytes_up.inc(exchange.bytes_up)
             metrics.bytes_down.inc(exchange.bytes_down)
             self._log("close", reason, exchange.bytes_up, exchange.bytes_down)
-
-    def _drop_upstream(self) -> None:
-        if self._upstream is not None:
-            self._upstream.close()
-            self._upstream = None
 
     # -- waiting
 
@@ -324,7 +300,7 @@ class PlainRelay(asyncio.Protocol):
         self._services.count_refusal(self._asker, "http", deny)
         if self._asker is not None:
             self._log("refuse", deny.reason)
-        self._drop_upstream()
+        self._held.drop()
         self._reply(deny, status)
 
     def _reply(self, deny: Deny, status: int | None = None) -> None:
@@ -341,18 +317,37 @@ class PlainRelay(asyncio.Protocol):
         # RFC 9110 §9.3.2: a response to HEAD has no body.
         self._client.write(reply[: reply.index(b"\r\n\r\n") + 4] if self._is_head else reply)
 
+    @property
+    def is_serving(self) -> bool:
+        """Whether a request is being answered."""
+        return self._is_serving
+
+    def drain(self, *, keep: bool) -> None:
+        """Take no request after the present one. With `keep` another process can, if nothing binds them to this one."""
+        self._is_last = True
+        self._is_kept = keep and self._tunnel is None
+        if self._exchange is not None:
+            self._exchange.is_last = not self._is_kept
+        self._wake()
+
     async def _leave(self) -> None:
-        """Close so that the client can read what was sent last."""
+        """Let go of the connection so that the client can read what was sent last."""
         services, client = self._services, self._client
-        self._drop_upstream()
+        self._held.drop()
         until = services.loop.time() + services.gateway.config.limits.egress_idle_ms / 1000
         client.wake_when_sent()
         while client.has_unsent and services.loop.time() < until:
             await self._wait(until)
         if client.is_open and not client.has_unsent:
-            # Without a descriptor to spare it is closed hard instead.
-            with contextlib.suppress(OSError):
-                services.lingering.close_with(client.detach(), b"")
+            try:
+                sock = client.detach()
+            except OSError:
+                # Without a descriptor to spare it is closed hard.
+                return
+            if self._goes_back and not services.is_ending:
+                services.route_again(sock, self._caller, bytes(client.data))
+            else:
+                services.lingering.close_with(sock, b"")
 
     def _on_client_lost(self) -> None:
         self._stop(CloseReason.CLIENT_GONE)
@@ -369,11 +364,12 @@ class PlainRelay(asyncio.Protocol):
         if self._closed:
             return
         self._closed = True
+        self._services.relays.discard(self)
         if self._exchange is not None:
             self._end_exchange(reason)
         elif self._is_serving and self._asker is not None:
             self._log("refuse", reason)
-        self._drop_upstream()
+        self._held.drop()
         if self._session is not None:
             self._session.remove_closer(self._stop)
         if self._gone_timer is not None:

@@ -48,7 +48,7 @@ class Exchange:
 
     __slots__ = (
         "_account", "_client", "_download", "_in_chunks", "_keep_client", "_request", "_response", "_upload", "_upstream",
-        "bytes_down", "bytes_up", "ending",
+        "bytes_down", "bytes_up", "ending", "is_last",
     )  # fmt: skip
 
     def __init__(self, account: Account, request: PlainRequest, client: Stream, upstream: Stream) -> None:
@@ -64,6 +64,8 @@ class Exchange:
         self.bytes_up = 0
         self.bytes_down = 0
         self.ending: Ending | None = None
+        # Whether the client is to be told that its connection takes no other request.
+        self.is_last = False
 
     @property
     def has_answered(self) -> bool:
@@ -160,7 +162,7 @@ class Exchange:
         # them. (A reset would tell as well, but a unix socket has none, and the forwarder passes none on.)
         self._in_chunks = download.ends_with_connection and not request.is_http_1_0
         # If the request's body is not whole yet, it may never be, and then nothing can follow it.
-        self._keep_client = request.keep_alive and self._upload.done
+        self._keep_client = request.keep_alive and self._upload.done and not self.is_last
         passed = Chunked() if self._in_chunks else framing
         if self._send_head(response_bytes(head, passed, close=not self._keep_client)):
             self._response = head

@@ -11,12 +11,18 @@ from typing import Final
 from gateway.core.authority import Authority
 from gateway.core.budget import Slots
 from gateway.core.decide import decide_addresses
+from gateway.core.plain_head import PlainRequest
 from gateway.core.verdict import Deny, DenyReason
 from gateway.net.dial import DialError
 from gateway.net.plain_stream import Stream
 from gateway.net.resolve import ResolveError
 from gateway.net.services import Services
 from gateway.registry import IPAddress, Session
+
+# A connection to a host waits this long for the next request; it holds a slot all the time. Apache waits 5 s as well.
+KEEP_UPSTREAM_S: Final = 5.0
+# Meanwhile it is looked this often whether somebody else waits for the slot.
+LOOK_S: Final = 0.25
 
 _CROWDED: Final = Deny(DenyReason.NO_FREE_SLOT, "too many connections of the session wait for a slot")
 _NO_SLOT: Final = Deny(DenyReason.NO_FREE_SLOT, "all connections of the session are in use")
@@ -63,14 +69,12 @@ class Slot:
 class Upstream:
     """An open connection to an address that was judged, and the slot that it takes."""
 
-    __slots__ = ("_slot", "address", "authority", "kept_since", "stream")
+    __slots__ = ("_slot", "address", "authority", "stream")
 
     def __init__(self, authority: Authority, address: IPAddress, stream: Stream, slot: Slot) -> None:
         self.authority = authority
         self.address = address
         self.stream = stream
-        # When it began to wait for another request, in the loop's time.
-        self.kept_since = 0.0
         self._slot = slot
 
     @property
@@ -82,6 +86,65 @@ class Upstream:
         """Close the connection and return its slot. Once or more."""
         self.stream.abort()
         self._slot.give_back()
+
+
+class HeldUpstream:
+    """The connection to a host that a client's connection has, if it has one: in use, or kept for the next request."""
+
+    __slots__ = ("_kept_since", "_services", "_session", "_upstream")
+
+    def __init__(self, services: Services) -> None:
+        self._services = services
+        self._session: Session | None = None
+        self._upstream: Upstream | None = None
+        # When it began to wait for another request, in the loop's time.
+        self._kept_since = 0.0
+
+    def put(self, session: Session, upstream: Upstream) -> None:
+        """Hold a connection that was made for `session`."""
+        self._session = session
+        self._upstream = upstream
+
+    def keep(self) -> None:
+        """Its request is done; another may follow. A kept connection keeps its slot; not while others wait for one."""
+        assert self._session is not None
+        self._kept_since = self._services.loop.time()
+        if self._session.slots.waiting:
+            self.drop()
+
+    def take(self, session: Session, request: PlainRequest) -> Upstream | None:
+        """Return the kept connection if this request may use it; otherwise let go of it, and of its slot, first."""
+        upstream = self._upstream
+        if upstream is None:
+            return None
+        # It may be closing while we send. Only a request that can then be sent again takes the risk.
+        if request.authority == upstream.authority and request.is_repeatable and upstream.is_quiet:
+            # Judged again, because this host's own addresses may have changed meanwhile.
+            judged = decide_addresses(session.policy, request.authority, (upstream.address,), self._services.facts)
+            if not isinstance(judged, Deny):
+                return upstream
+        self.drop()
+        return None
+
+    def tend(self, never: float) -> float:
+        """Let go of a kept connection that is of no use any more, or whose slot others wait for.
+
+        Returns when to look again.
+        """
+        upstream, session = self._upstream, self._session
+        if upstream is None or session is None:
+            return never
+        now = self._services.loop.time()
+        if not upstream.is_quiet or session.slots.waiting or now >= self._kept_since + KEEP_UPSTREAM_S:
+            self.drop()
+            return never
+        return now + LOOK_S
+
+    def drop(self) -> None:
+        """Close it, if there is one."""
+        if self._upstream is not None:
+            self._upstream.close()
+            self._upstream = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,9 @@
 """What the connections of one gateway share on the acting side: pools, queues, resolver. Made once by `app`."""
 
 import asyncio
+import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -17,10 +19,11 @@ from gateway.net.linger import Lingering
 from gateway.net.pipes import PipePool
 from gateway.net.poller import Poller
 from gateway.net.resolve import Resolver
-from gateway.registry import UNLIMITED, Session
+from gateway.registry import UNLIMITED, IPAddress, Session
 
 if TYPE_CHECKING:
     from gateway.net.connect import Connect
+    from gateway.net.plain import PlainRelay
     from gateway.net.runner import RunnerHandoff
     from gateway.net.tunnel import Tunnel
     from gateway.net.waits import Waits
@@ -60,6 +63,17 @@ class Services:
     tunnels: "set[Tunnel]" = field(default_factory=set)
     connects: "set[Connect]" = field(default_factory=set)
     runners: "set[RunnerHandoff]" = field(default_factory=set)
+    # Plain-HTTP connections, which end between two requests when the gateway does.
+    relays: "set[PlainRelay]" = field(default_factory=set)
+    is_ending: bool = False
+    # Routes a connection anew by the head at the start of these bytes: the listener's.
+    route_again: Callable[[socket.socket, IPAddress | None, bytes], None] = field(init=False)
+
+    def end_relays(self, *, keep: bool) -> None:
+        """Have plain-HTTP connections end after their present request; with `keep` they go back to the listener then."""
+        self.is_ending = not keep
+        for relay in list(self.relays):
+            relay.drain(keep=keep)
 
     def count_refusal(self, session: Session | None, kind: str, deny: Deny) -> None:
         """Count a refusal in the metrics and, when the session is known, in its usage."""

@@ -117,6 +117,13 @@ class Wire(ABC):
             self._unsent = None
             self.unsent_bytes = 0
 
+    def detach(self) -> socket.socket:
+        """Be closed, and return the socket open. Nothing must be unsent."""
+        self.is_closed = True
+        self._poller.remove_reader(self.sock.fileno())
+        self._send = _discard
+        return self.sock
+
     def _on_readable(self) -> None:
         try:
             size = self._receive(_buffer)

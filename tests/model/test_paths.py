@@ -6,7 +6,7 @@ import pytest
 
 from gateway.core.providers import ProviderSettings
 from tests.model.harness import running_proxy
-from tests.model.wire import ask, request
+from tests.model.wire import ask, connected, request
 from tests.support.provider import FakeProvider
 
 NOT_THERE = [
@@ -41,8 +41,6 @@ NOT_THERE = [
     "/v1/messages",
     "/",
     "*",
-    "http://api.anthropic.com/v1/messages",
-    "http://api.anthropic.com/model/s1/v1/messages",
     "http://opificia-gateway@evil.example/model/s1/v1/messages",
     "https://opificia-gateway/model/s1/v1/messages",
     "http://opificia-gateway",
@@ -95,6 +93,19 @@ async def test_passes_a_route_on_with_its_query(path: str, target: str, provider
     async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy:
         assert (await ask(proxy.port, request(path=path))).status == 200
     assert [each.target for each in provider.requests] == [target]
+
+
+@pytest.mark.parametrize("path", ["http://api.anthropic.com/v1/messages", "http://deb.example/model/s1/v1/messages"])
+async def test_a_request_for_another_host_is_left_to_whoever_routes_after_the_reply_before(
+    path: str, provider: FakeProvider
+) -> None:
+    elsewhere = request(path=path) + request()
+    async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy, connected(proxy.port) as client:
+        await client.send(request() + elsewhere)
+        assert (await client.reply()).status == 200
+        assert await client.closed() == b""
+        assert proxy.given == [elsewhere]
+    assert len(provider.requests) == 1
 
 
 async def test_gets_the_list_of_models(provider: FakeProvider) -> None:

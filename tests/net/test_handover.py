@@ -13,10 +13,12 @@ from pathlib import Path
 import aiohttp
 
 from tests.net.test_contract import Control, contracted, grant
+from tests.net.test_plain import ask
 from tests.net.test_runner_handoff import control, url
 from tests.net.test_tunnel import HTTPS_ADDRESS, opened, server_on
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.origin import Exchange, origin, say_hello
 from tests.support.sockets import PATIENCE_S, Client, basic, echo, echo_server
 from tests.support.tls_server import Authority, client_hello
 
@@ -428,3 +430,33 @@ async def _exchange(client: Client, size: int, over: asyncio.Event) -> int:
             assert await client.reader.readexactly(len(data)) == data
         await asyncio.sleep(0)
     return sent
+
+
+async def test_a_plain_connection_goes_on_after_a_restart_with_its_next_request() -> None:
+    released = asyncio.Event()
+
+    async def answer_the_second_late(exchange: Exchange) -> None:
+        if exchange.number == 1:
+            await released.wait()
+        await say_hello(exchange)
+
+    with gateway_process({"limits": {"drain_ms": 60_000}}, stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with (
+            origin(answer_the_second_late) as server,
+            await gateway.client() as idle,
+            await gateway.client() as busy,
+        ):
+            assert (await idle.ask(ask(server))).status == 200
+            await idle.send(ask(server)[:10])
+            await busy.send(ask(server) + ask(server))
+            await server.until(lambda: len(server.exchanges) == 2)
+            restarting = asyncio.create_task(restarted(gateway))
+            await until(lambda: any("STOPPING=1" in message for message in manager.messages))
+            released.set()
+            await restarting
+            assert (await busy.reply()).headers.get("connection") is None
+            assert (await busy.reply()).status == 200
+            assert (await idle.ask(ask(server)[10:])).status == 200
+            assert (await busy.ask(ask(server))).status == 200

@@ -15,8 +15,10 @@ import pytest
 from tests.model import wire
 from tests.model.harness import until
 from tests.model.wire import request
+from tests.net.test_plain import ask
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
+from tests.support.origin import origin
 from tests.support.provider import TEXT, FakeProvider
 
 KEY = "sk-operator-secret-0123456789"
@@ -109,6 +111,27 @@ async def test_an_absolute_target_for_the_gateway_itself_is_served_as_if_direct(
     async with modelling(provider, key_file) as (gateway, _), connected(gateway) as client:
         await client.send(request(token=TOKEN, path="http://opificia-gateway:8900/model/s1/v1/messages"))
         assert (await client.reply()).status == 200
+
+
+async def test_a_client_of_the_proxy_asks_hosts_and_the_model_on_one_connection(
+    provider: FakeProvider, key_file: Path
+) -> None:
+    model = request(token=TOKEN, path="http://opificia-gateway:8900/model/s1/v1/messages")
+    async with modelling(provider, key_file) as (gateway, _), origin() as server, connected(gateway) as client:
+        for _ in range(2):
+            for asked in (ask(server), model):
+                for start in range(0, len(asked), 100):
+                    await client.send(asked[start : start + 100])
+                answer = await client.reply()
+                assert (answer.status, answer.body == b"hello") == (200, asked is not model)
+        await client.send(ask(server) + model + ask(server) + ask(server) + model + model + ask(server))
+        answers = [await client.reply() for _ in range(7)]
+        assert [answer.status for answer in answers] == [200] * 7
+        assert [answer.body == b"hello" for answer in answers] == [True, False, True, True, False, False, True]
+        assert len(provider.requests) == 5
+        # Credentials are looked at anew with each request, whoever served the one before.
+        await client.send(ask(server, credentials=("s1", "wrong")))
+        assert (await client.reply()).status == 407
 
 
 async def test_a_session_opens_nothing_but_its_own_path(provider: FakeProvider, key_file: Path) -> None:

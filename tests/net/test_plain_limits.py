@@ -361,3 +361,40 @@ async def test_another_sessions_request_on_the_same_connection_gets_a_connection
             assert (await client.ask(ask(server, credentials=("second", TOKEN)))).body == b"hello"
             assert server.connections == 2
             await gateway.await_audit("second", event="close", port=server.server.port)
+
+
+# -- the gateway stops
+
+
+async def test_a_stop_waits_for_no_connection_that_asks_for_nothing() -> None:
+    with gateway_process({"limits": {"drain_ms": 600_000}}) as gateway:
+        async with origin() as server, await gateway.client() as idle, await gateway.client() as begun:
+            for client in (idle, begun):
+                assert (await client.ask(ask(server))).status == 200
+            await begun.send(ask(server)[:20])
+            gateway.signal(signal.SIGTERM)
+            for client in (idle, begun):
+                assert await client.read_to_end() == b""
+        assert gateway.stop() == 0
+
+
+async def test_a_stop_lets_the_present_request_end_and_says_that_no_other_follows() -> None:
+    released = asyncio.Event()
+
+    async def answer_late(exchange: Exchange) -> None:
+        if exchange.number:
+            await released.wait()
+        await exchange.answer(HELLO)
+
+    with gateway_process({"limits": {"drain_ms": 600_000}}) as gateway:
+        async with origin(answer_late) as server, await gateway.client() as idle, await gateway.client() as client:
+            assert (await idle.ask(ask(server))).status == 200
+            await client.send(ask(server))
+            await server.until(lambda: len(server.exchanges) == 2)
+            gateway.signal(signal.SIGTERM)
+            assert await idle.read_to_end() == b""
+            released.set()
+            reply = await client.reply()
+            assert (reply.status, reply.body, reply.headers["connection"]) == (200, b"hello", "close")
+            assert await client.read_to_end() == b""
+        assert gateway.stop() == 0

@@ -11,8 +11,10 @@ from tests.model.wire import STREAM_HEAD, Peer, chunked, scripted
 from tests.net.test_contract import Control, contracted, grant
 from tests.net.test_handover import until
 from tests.net.test_model import KEY, connected, message, write_key
+from tests.net.test_plain import ask
 from tests.net.test_tunnel import opened
 from tests.support.gateway_process import GatewayProcess, gateway_process
+from tests.support.origin import Exchange, origin, say_hello
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import echo_server
 
@@ -60,6 +62,34 @@ async def telling(tell: Callable[[Peer], Awaitable[None]], **more: object) -> As
             # With the key from the beginning: the first process had none.
             await asyncio.to_thread(gateway.restart)
             yield gateway
+
+
+async def test_a_plain_connection_moves_between_two_requests_or_ends_with_its_present_one() -> None:
+    released = asyncio.Event()
+
+    async def answer_the_second_late(exchange: Exchange) -> None:
+        if exchange.number == 1:
+            await released.wait()
+        await say_hello(exchange)
+
+    with gateway_process(stored=8) as gateway:
+        async with (
+            origin(answer_the_second_late) as server,
+            await gateway.client() as idle,
+            await gateway.client() as busy,
+        ):
+            assert (await idle.ask(ask(server))).status == 200
+            await busy.send(ask(server))
+            await server.until(lambda: len(server.exchanges) == 2)
+            await reloaded(gateway)
+            assert (await idle.ask(ask(server))).status == 200
+            released.set()
+            reply = await busy.reply()
+            assert (reply.body, reply.headers["connection"]) == (b"hello", "close")
+            assert await busy.read_to_end() == b""
+            assert gateway.manager is not None
+            await until(gateway.manager.drained)
+            assert (await idle.ask(ask(server))).status == 200
 
 
 async def test_a_tunnel_moves_to_the_new_process_and_the_old_one_ends() -> None:
