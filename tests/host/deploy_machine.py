@@ -63,7 +63,8 @@ mkdir -p /run/machine
 cat /proc/sys/fs/pipe-user-pages-soft > /run/machine/pipe-user-pages-soft
 mount --bind /run/machine/pipe-user-pages-soft /proc/sys/fs/pipe-user-pages-soft
 [ -e /dev/loop-control ] || mknod /dev/loop-control c 10 237
-for n in $(seq 0 63); do [ -e /dev/loop$n ] || mknod /dev/loop$n b 7 $n; done
+# The numbers are the whole machine's, on which other tests may use a good many.
+for n in $(seq 0 255); do [ -e /dev/loop$n ] || mknod /dev/loop$n b 7 $n; done
 exec /sbin/init
 """
 # Found by file: the path that the kernel knows is that of the container which attached them.
