@@ -49,7 +49,7 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
     "handover": (
         ("GB/s, every byte checked", "transfer", "gb_per_s", ".2f"),
         ("CPU s/GB", "transfer", "cpu_s_per_gb", ".2f"),
-        ("one restart, s", "transfer", "restart_s", ".2f"),
+        ("one restart or reload, s", "transfer", "restart_s", ".2f"),
     ),
     "api": (
         ("create p50 ms", "api-create", "p50_ms", ".1f"),

@@ -17,7 +17,7 @@ SUITES: Final = {
     "model": "the model proxy against other relays",
     "sandbox": "session starts against the engine's own, and a hundred sessions (root)",
     "api": "the control API with 10,000 stored sessions, on SQLite and PostgreSQL",
-    "handover": "a checked transfer under restarts of the gateway, and without (root)",
+    "handover": "a checked transfer under restarts and reloads of the gateway, and without (root)",
     "curves": "throughput and rate of the egress proxy, from 1 to 256 tunnels and to 5,000 connections at once",
 }
 
@@ -119,7 +119,7 @@ class _HandoverJob(Job):
 
     def plan(self) -> str:
         size = self._size
-        about = f"{size.gigabytes:g} GB in {size.tunnels} tunnels, with {size.restarts} restarts and without"
+        about = f"{size.gigabytes:g} GB in {size.tunnels} tunnels, with {size.restarts} restarts, {size.restarts} reloads, and without"
         return f"{self._rounds} rounds of {about}"
 
     def expected_s(self) -> float:
