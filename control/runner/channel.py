@@ -50,6 +50,8 @@ MAX_BATCH: Final = 256
 MAX_RECORDED_EVENTS: Final = 100_000
 MAX_RECORDED_BYTES: Final = 64 * 1024 * 1024
 MAX_DOCUMENT_BYTES: Final = 64 * 1024
+# Connections of one runner. Each is recorded, with its end; a runner that makes more of them fills the disk, and no other.
+MAX_HELLOS: Final = 10_000
 # Output of a run that its reader has yet to take, and how long the runner is held back for a slow reader.
 MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024
 SLOW_READER_S: Final = 30.0
@@ -149,6 +151,7 @@ class Channel:
         self._seq = record.life.runner_seq
         # The first event after a hello may skip numbers: acknowledged output is not recorded.
         self._resumed = True
+        self._hellos = 0
         self._recorded_events = 0
         self._recorded_bytes = 0
         self._batch: list[Sequenced] = []
@@ -166,6 +169,9 @@ class Channel:
             raise FrameError("version", f"control speaks runner protocol {PROTOCOL_VERSION}, not {hello.version}")
         if known and known != hello.instance:
             raise FrameError("other_instance", "the session has a runner already, and this is another one")
+        if self._hellos >= MAX_HELLOS:
+            raise FrameError("too_many_connections", f"a runner may connect {MAX_HELLOS} times")
+        self._hellos += 1
         life = await self._recorder.record(self.record, RunnerConnected(hello.instance, hello.runner))
         if isinstance(life, NotAllowed) or self._closed:
             raise FrameError("wrong_state", "the session takes no runner now")

@@ -596,3 +596,19 @@ async def test_no_second_request_is_read_from_a_connection_whatever_the_first_ca
             assert answer.count(b"HTTP/1.1 404") == 1
         await app.cleanup()
     assert asked == ["s1"]
+
+
+async def test_a_runner_that_connects_for_ever_fills_no_journal(
+    line: Line, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "MAX_HELLOS", 3)
+    for _ in range(3):
+        socket = await greet(http, "i1")
+        await socket.close()
+        await until(line.channel.gone.is_set)
+    for _ in range(3):
+        socket = await connect(http)
+        await socket.send_json({"type": "hello", "version": 1, "instance": "i1"})
+        assert (await receive(socket))["reason"] == "too_many_connections"
+        await ended(socket)
+    assert sum(isinstance(event, RunnerConnected) for event in line.events()) == 3
