@@ -106,6 +106,10 @@ def _points(name: str, life: Life) -> list[str]:
 POINTS: Final = tuple(point for name, life in LIVES.items() for point in _points(name, life))
 
 
+# For a daemon that is killed again while it takes up what it left; other names for other sessions at some of the points.
+AGAIN: Final = tuple(f"again--{point}" for point in POINTS[::7])
+
+
 def life_of(point: str) -> Life:
     """Return the life that a point is in."""
-    return LIVES[point.split("--", 1)[0]]
+    return LIVES[point.removeprefix("again--").split("--", 1)[0]]

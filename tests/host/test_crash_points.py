@@ -10,7 +10,7 @@ import io
 import shutil
 import sys
 import tarfile
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from pathlib import Path
 
 import docker
@@ -19,8 +19,9 @@ import pytest
 from control.api.types import SessionView
 from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.spec import SandboxSpec
-from tests.host.crash_points import POINTS, life_of
+from tests.host.crash_points import AGAIN, POINTS, life_of
 from tests.host.lives import SETTINGS, ended, how, log, nothing_left, until
+from tests.support.daemon import DaemonError
 from tests.support.engine import PrivateEngine
 from tests.support.host import Model, PrivateHost
 
@@ -144,14 +145,14 @@ async def check(host: PrivateHost, control: ControlClient, point: str) -> str:
     return ""
 
 
-async def hold_all(host: PrivateHost, control: ControlClient, halting: Halting) -> None:
+async def hold_all(host: PrivateHost, control: ControlClient, halting: Halting, points: Sequence[str]) -> None:
     """Start all sessions, wait until each is held at its point, and kill the daemon."""
     halting.start()
-    driving = [asyncio.create_task(drive(host, control, point)) for point in POINTS]
+    driving = [asyncio.create_task(drive(host, control, point)) for point in points]
     try:
-        await until(lambda: halting.held() >= set(POINTS), "all held", HELD_S)
+        await until(lambda: halting.held() >= set(points), "all held", HELD_S)
     except AssertionError:
-        missing = sorted(set(POINTS) - halting.held())
+        missing = sorted(set(points) - halting.held())
         raise AssertionError(f"not held: {[(point, await found(control, point)) for point in missing]}") from None
     host.control.kill()
     await asyncio.gather(*driving)
@@ -161,7 +162,7 @@ async def hold_all(host: PrivateHost, control: ControlClient, halting: Halting) 
 async def test_control_killed_at_any_step_ends_every_session_as_if_nothing_had_happened(
     host: PrivateHost, control: ControlClient, docker_client: docker.DockerClient, halting: Halting
 ) -> None:
-    await hold_all(host, control, halting)
+    await hold_all(host, control, halting, POINTS)
     host.control.start()
     after = dict(zip(POINTS, await asyncio.gather(*(found(control, point) for point in POINTS)), strict=True))
     await asyncio.gather(*(drive(host, control, point) for point in POINTS))
@@ -171,3 +172,38 @@ async def test_control_killed_at_any_step_ends_every_session_as_if_nothing_had_h
         print(f"{point:44} {after[point].split()[0]:10} {wrong[point] or f'{life.state} ({life.reason})'}")
     assert {point: problem for point, problem in wrong.items() if problem} == {}
     await nothing_left(host, control, docker_client, *POINTS)
+
+
+async def settled(control: ControlClient, points: Sequence[str]) -> bool:
+    """Tell whether nothing more happens to any of the sessions by itself, as far as the daemon can be asked."""
+    try:
+        states = {point: await found(control, point) for point in points}
+    except ControlUnavailableError:
+        return False
+    # One that is to be stopped runs on until its caller asks again.
+    still = {point: state for point, state in states.items() if not (state == "running" and life_of(point).stopped)}
+    return all(state.split()[0] in ("unknown", "created", "exited", "failed", "stopped") for state in still.values())
+
+
+@pytest.mark.timeout(600)
+async def test_control_killed_again_and_again_while_it_takes_up_what_it_left_loses_nothing_either(
+    host: PrivateHost, control: ControlClient, docker_client: docker.DockerClient, halting: Halting
+) -> None:
+    await hold_all(host, control, halting, AGAIN)
+    died = 0
+    for writes in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
+        with contextlib.suppress(DaemonError):
+            halting.start(writes=writes)
+        while host.control.running and not await settled(control, AGAIN):
+            await asyncio.sleep(0.1)
+        if host.control.running:
+            # There are not so many writes left.
+            host.control.kill()
+            break
+        died += 1
+    assert died >= 3
+    host.control.start()
+    await asyncio.gather(*(drive(host, control, point) for point in AGAIN))
+    wrong = {point: await check(host, control, point) for point in AGAIN}
+    assert {point: problem for point, problem in wrong.items() if problem} == {}
+    await nothing_left(host, control, docker_client, *AGAIN)

@@ -2,7 +2,8 @@
 
 A session is held at a step by its name: `<life>--<step>--<when>` (`exit--journal-ended--before`). Held, it makes a file of
 its name in FOLDER and goes no further; whoever started us kills us when all sessions are where they should be, which is what
-a crash between two steps is. WRITES above 0: this process kills itself before that write of its own (journal or database).
+a crash between two steps is. WRITES above 0: nobody is held, and this process kills itself before that write of its own
+(journal or database).
 
 Steps are `journal-<event>`, `stored-<event>`, `store-<call>`, `engine-<call>`, `link-<call>`; when is `before`, `after`,
 and for the journal also `torn`: half of the line is on disk. The product knows nothing of this.
@@ -29,11 +30,12 @@ from control.sessions import journal, record
 
 _folder = Path(sys.argv[1])
 _writes_left = int(sys.argv[2])
+_holding = _writes_left == 0
 _sessions: dict[str, str] = {}
 
 
 def _named(session: str, steps: Iterable[str], when: str) -> bool:
-    return any(session.endswith(f"--{step}--{when}") for step in steps)
+    return _holding and any(session.endswith(f"--{step}--{when}") for step in steps)
 
 
 def _count_write() -> None:

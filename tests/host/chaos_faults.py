@@ -1,0 +1,259 @@
+"""What the chaos test does to a host, one thing at a time in an order that a seed decides, and what each may cut.
+
+Not done: a jump of the clock. CLOCK_REALTIME belongs to the whole machine (time_namespaces(7) covers the monotonic clocks
+alone), and the machine is not the test's. That time limits and orders survive one is shown with a clock of the test's own
+(tests/control/test_record.py, tests/unit/core/test_budget.py).
+"""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+import docker
+
+from control.client import ControlClient, ControlUnavailableError
+from control.plan.firewall import rules
+from control.plan.network import NetworkSettings
+from control.plan.session import Reason, SessionState
+from gateway.net.resolve import FAILURE_TTL_S
+from tests.host.chaos_load import HOST
+from tests.host.lives import EAT, ended, how, launch, until
+from tests.support.dns_server import DnsServer, Records, Silence
+from tests.support.engine import PrivateEngine
+from tests.support.host import PrivateHost
+from tests.support.hostside import without_rules
+from tests.support.postgres import Postgres
+
+# How long a fault that has a length lasts.
+LENGTH_S: Final = 2.0
+READY_S: Final = 90.0
+TRIES_S: Final = 5.0
+# A query takes its time to be given up, and its failure is remembered for a while.
+NAME_S: Final = TRIES_S + FAILURE_TTL_S
+FORWARDER: Final = "opificia-gateway"
+
+
+@dataclass(frozen=True)
+class World:
+    """All that can be broken."""
+
+    host: PrivateHost
+    engine: PrivateEngine
+    docker_client: docker.DockerClient
+    control: ControlClient
+    postgres: Postgres
+    names: DnsServer
+    # File systems of the test's own, with what control and the gateway write.
+    disks: tuple[Path, ...]
+
+
+@dataclass(frozen=True)
+class Fault:
+    """`cuts`: kinds of things that may fail while it lasts, and for `after_s`: `tunnel`, `model`, `launch`.
+
+    And `exit`: a container that ends in the moment in which the engine does has the exit code 255 (Docker 20.10 with
+    live-restore: the task is gone from containerd, and the engine had not written down how it ended).
+    """
+
+    name: str
+    act: Callable[[World], Awaitable[None]]
+    cuts: frozenset[str] = frozenset()
+    after_s: float = 0.0
+
+
+@dataclass(frozen=True)
+class Window:
+    """A fault as it happened, in seconds since the epoch."""
+
+    fault: Fault
+    begin: float
+    end: float
+
+    def explains(self, kind: str, begin: float, end: float) -> bool:
+        """Tell whether something of this kind that failed between two times may have failed by it."""
+        return kind in self.fault.cuts and begin <= self.end + self.fault.after_s and end >= self.begin
+
+
+async def _in_thread(act: Callable[[], object]) -> None:
+    await asyncio.to_thread(act)
+
+
+async def _gateway_killed(world: World) -> None:
+    world.host.gateway.kill()
+    world.host.gateway.start()
+
+
+async def _gateway_restarted(world: World) -> None:
+    await _in_thread(world.host.gateway.stop)
+    world.host.gateway.start()
+
+
+async def _control_killed(world: World) -> None:
+    world.host.control.kill()
+    world.host.control.start()
+
+
+async def _control_restarted(world: World) -> None:
+    await _in_thread(world.host.control.stop)
+    world.host.control.start()
+
+
+async def _forwarder_killed(world: World) -> None:
+    def forwarder() -> tuple[bool, int]:
+        state = world.docker_client.api.inspect_container(FORWARDER)["State"]
+        return bool(state["Running"]), int(state["Pid"])
+
+    _, before = await asyncio.to_thread(forwarder)
+    os.kill(before, signal.SIGKILL)
+
+    def is_back() -> bool:
+        running, pid = forwarder()
+        return running and pid != before
+
+    await until(is_back, "the forwarder's return")
+
+
+async def _engine_restarted(world: World) -> None:
+    await _in_thread(world.engine.stop_daemon)
+    await _in_thread(world.engine.start_daemon)
+
+
+async def _engine_killed(world: World) -> None:
+    await _in_thread(lambda: world.engine.stop_daemon(kill=True))
+    await _in_thread(world.engine.start_daemon)
+
+
+async def _database_away(world: World) -> None:
+    await _in_thread(world.postgres.stop)
+    await asyncio.sleep(LENGTH_S)
+    await _in_thread(world.postgres.start)
+
+
+async def _disk_full(world: World) -> None:
+    ballast = [disk / "ballast" for disk in world.disks]
+    try:
+        for path in ballast:
+            with contextlib.suppress(OSError), path.open("wb", buffering=0) as file:
+                while True:
+                    file.write(bytes(65536))
+        await asyncio.sleep(LENGTH_S)
+    finally:
+        for path in ballast:
+            path.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def _few_descriptors(pid: int) -> Iterator[None]:
+    """Let a process open nothing more. Said by its own user: another's limits are for CAP_SYS_RESOURCE (prlimit(2))."""
+    uid = Path(f"/proc/{pid}").stat().st_uid
+    line = next(each for each in Path(f"/proc/{pid}/limits").read_text().splitlines() if "open files" in each)
+    soft, hard = line.split()[3:5]
+
+    def limit(number: str) -> None:
+        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
+        subprocess.run([*user, "prlimit", f"--pid={pid}", f"--nofile={number}:{hard}"], check=True)
+
+    limit(str(max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1))
+    try:
+        yield
+    finally:
+        limit(soft)
+
+
+async def _gateways_descriptors_gone(world: World) -> None:
+    with _few_descriptors(world.host.gateway.pid):
+        await asyncio.sleep(LENGTH_S)
+
+
+async def _controls_descriptors_gone(world: World) -> None:
+    with _few_descriptors(world.host.control.pid):
+        await asyncio.sleep(LENGTH_S)
+
+
+async def _firewall_flushed(world: World) -> None:
+    network = NetworkSettings()
+    with without_rules(world.engine, network, list(rules(network))):
+        await asyncio.sleep(LENGTH_S)
+
+
+async def _names_silent(world: World) -> None:
+    world.names.script(HOST, Silence())
+    await asyncio.sleep(LENGTH_S)
+    answering(world.names)
+
+
+def answering(names: DnsServer) -> None:
+    """Let the far side's name be answered, for a second at a time."""
+    names.script(HOST, Records(("127.0.0.1",), ttl=1))
+
+
+async def _memory_eaten(world: World) -> None:
+    """A sandbox takes all memory that it may have, and is killed for it; the others must not notice."""
+    view = await ended(world.control, await launch(world.control, f"exec {EAT}"))
+    assert how(view) == (SessionState.FAILED, Reason.OOM_KILLED, 137)
+
+
+_ALL = frozenset({"tunnel", "model", "launch"})
+FAULTS: Final = (
+    Fault("gateway killed", _gateway_killed, _ALL),
+    # Tunnels are parked with the manager; a model stream has a while to end, and then is cut.
+    Fault("gateway restarted", _gateway_restarted, frozenset({"model"})),
+    Fault("control killed", _control_killed),
+    Fault("control restarted", _control_restarted),
+    Fault("forwarder killed", _forwarder_killed, _ALL),
+    Fault("engine restarted", _engine_restarted, frozenset({"launch", "exit"})),
+    Fault("engine killed", _engine_killed, frozenset({"launch", "exit"})),
+    Fault("database away", _database_away),
+    Fault("disk full", _disk_full, frozenset({"launch"})),
+    Fault("gateway out of descriptors", _gateways_descriptors_gone, _ALL, NAME_S),
+    Fault("control out of descriptors", _controls_descriptors_gone, frozenset({"launch"})),
+    Fault("firewall flushed", _firewall_flushed, frozenset({"launch"})),
+    Fault("names silent", _names_silent, frozenset({"tunnel"}), NAME_S),
+    Fault("memory eaten", _memory_eaten),
+)
+
+
+@dataclass
+class Schedule:
+    """Does every fault once and then any, in an order that `seed` decides, until `seconds` have passed."""
+
+    world: World
+    seed: int
+    windows: list[Window] = field(default_factory=list)
+
+    async def run(self, seconds: float) -> None:
+        """Break, wait until the host is well again, break the next."""
+        rng = random.Random(self.seed)
+        until_s = time.time() + seconds
+        left: list[Fault] = []
+        first = True
+        while first or time.time() < until_s:
+            if not left:
+                left = rng.sample(FAULTS, len(FAULTS))
+            fault = left.pop()
+            begin = time.time()
+            await fault.act(self.world)
+            await self._healthy(fault)
+            self.windows.append(Window(fault, begin, time.time()))
+            first = first and bool(left)
+            await asyncio.sleep(rng.uniform(0.5, 1.5))
+
+    async def _healthy(self, fault: Fault) -> None:
+        try:
+            async with asyncio.timeout(READY_S):
+                while True:
+                    with contextlib.suppress(ControlUnavailableError):
+                        if (await self.world.control.health()).status == "ok":
+                            return
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            health = await self.world.control.health()
+            raise AssertionError(f"after {fault.name} the host was not well again: {health.problems}") from None
