@@ -9,6 +9,7 @@ from gateway.core.head import MAX_HEADERS, Head, HeadError, body_framing, parse_
 from gateway.core.proxy_header import MAX_PROXY_HEADER_BYTES, ProxyHeader, ProxyHeaderError, parse_proxy_header
 from tests.fuzz.control_targets import CONTROL_TARGETS
 from tests.fuzz.model_targets import MODEL_TARGETS
+from tests.fuzz.plain_targets import PLAIN_TARGETS
 from tests.fuzz.properties import check_message, settled
 
 Target = Callable[[bytes], None]
@@ -103,5 +104,6 @@ TARGETS: Final[dict[str, Target]] = {
     "authority": authority,
     "client_hello": client_hello,
     **MODEL_TARGETS,
+    **PLAIN_TARGETS,
     **CONTROL_TARGETS,
 }
