@@ -38,10 +38,11 @@ class Ending:
     async def stop(self, listeners: Mapping[str, socket.socket]) -> None:
         """End because the process was told to, leaving what can go on with the service manager if it keeps it."""
         notify("STOPPING=1")
-        self._gateway.model.drain()
         if fdstore.is_offered():
             # New connections are served meanwhile, except for what could not go on elsewhere.
             self._listener.leave()
+            self._gateway.model.hand_back()
+            self._gateway.model.drain()
             self._services.end_relays(keep=True)
             await self._until(self._is_only_movable, self._drain_s)
             # What they used belongs into the record.
@@ -50,6 +51,7 @@ class Ending:
             if leave_with_manager(self._parking, listeners, Unfinished(self._gateway.config.audit.dir)):
                 return
         self._listener.stop()
+        self._gateway.model.drain()
         self._services.end_relays(keep=False)
         await self._until(self._is_nothing, self._drain_s)
 
@@ -63,6 +65,7 @@ class Ending:
             # A runner's connection can move when it has reached control, one for plain HTTP between two requests.
             self._services.end_relays(keep=True)
             await self._until(lambda: self._is_joined() and self._is_relayed(), HANDOFF_S)
+            self._gateway.model.hand_back()
             record, descriptors = self._parking.pack(own, passed)
             successor.hand(encode_parked(record), descriptors)
         except SuccessionError as error:

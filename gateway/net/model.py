@@ -194,6 +194,12 @@ class ModelClient(Wire):
         if self._exchange is None and self._waiting is None and not self._last:
             self._next(close=True)
 
+    def hand_back(self) -> None:
+        """Give the connection back to the router if it is between two requests: it can then go on in another process."""
+        is_quiet = self._exchange is None and self._waiting is None
+        if is_quiet and not (self.is_closed or self._last or self.unsent_bytes):
+            self._go_elsewhere()
+
     # --- within
 
     def _serve(self) -> None:

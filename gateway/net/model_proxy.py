@@ -42,6 +42,9 @@ class Ticking(Protocol):
     def drain(self) -> None:
         """End when the present request has ended."""
 
+    def hand_back(self) -> None:
+        """Go back to the router, if it is between two requests."""
+
     def abort(self, reason: CloseReason) -> None:
         """End now."""
 
@@ -193,6 +196,11 @@ class ModelProxy:
         self.draining = True
         for client in list(self._clients):
             client.drain()
+
+    def hand_back(self) -> None:
+        """Give the connections that are between two requests back to the router."""
+        for client in list(self._clients):
+            client.hand_back()
 
     async def close(self) -> None:
         """End everything at once."""

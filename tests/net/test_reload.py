@@ -241,3 +241,16 @@ async def test_the_old_process_ends_at_once_with_the_service() -> None:
         assert gateway.manager.drained()
         line = await gateway.await_audit("s1", event="close", kind="model")
         assert line["reason"] == "shutdown"
+
+
+@pytest.mark.parametrize("by", ["restart", "reload"])
+async def test_a_model_connection_between_two_requests_goes_on(by: str) -> None:
+    story = Story()
+    async with telling(story.tell) as gateway, connected(gateway) as client:
+        for _ in range(3):
+            for piece in (START, END, TOLD):
+                await story.pieces.put(piece)
+            await client.send(message(stream=True))
+            assert b"message_stop" in (await client.reply()).body
+            assert gateway.manager is not None
+            await asyncio.to_thread(gateway.manager.restart if by == "restart" else gateway.manager.reload)
