@@ -11,7 +11,9 @@ from typing import Final
 
 import orjson
 
-from gateway.core.verdict import DenyReason
+from gateway.core.authority import Authority
+from gateway.core.status import RETRY_AFTER_S, status_of
+from gateway.core.verdict import Deny, DenyReason
 
 # RFC 9110 §9.3.6: a 2xx to CONNECT has no body and neither Content-Length nor Transfer-Encoding.
 ESTABLISHED: Final = b"HTTP/1.1 200 Connection established\r\n\r\n"
@@ -55,6 +57,22 @@ def refusal(
         b"HTTP/1.1 %d %b: %b\r\nX-Opificia-Reason: %b\r\n%b%b"
         b"Content-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n%b"
         % (status, name, text.encode("ascii"), name, challenge, retry, len(body), body)
+    )
+
+
+def refusal_of(deny: Deny, authority: Authority | None, status: int | None = None) -> bytes:
+    """Return the response that refuses a CONNECT or plain request for `authority`, None where it named none.
+
+    `status` is given only where the reason alone does not say it.
+    """
+    status = status or status_of(deny.reason)
+    return refusal(
+        status,
+        deny.reason,
+        deny.message,
+        host=authority.host if authority else None,
+        port=authority.port if authority else None,
+        retry_after_s=RETRY_AFTER_S if status in (429, 503) else None,
     )
 
 

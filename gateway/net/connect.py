@@ -13,8 +13,7 @@ from gateway.core.credentials import parse_basic
 from gateway.core.decide import decide_addresses, decide_hello, decide_host
 from gateway.core.head import Head, HeadError
 from gateway.core.incomplete import Incomplete
-from gateway.core.replies import ALERT_UNRECOGNIZED_NAME, ESTABLISHED, refusal
-from gateway.core.status import RETRY_AFTER_S, status_of
+from gateway.core.replies import ALERT_UNRECOGNIZED_NAME, ESTABLISHED, refusal_of
 from gateway.core.verdict import CloseReason, Deny, DenyReason
 from gateway.net.decisions import Decision
 from gateway.net.dial import Connected, Dial, DialError
@@ -379,21 +378,12 @@ class Connect:
         self._abort(reason)
 
     def _refuse(self, deny: Deny) -> None:
-        status = status_of(deny.reason)
         authority = getattr(self, "authority", None)
         self._services.count_refusal(self.session, "connect", deny)
         if self.session is not None:
             self._log("refuse", deny.reason)
         self._give_back()
-        reply = refusal(
-            status,
-            deny.reason,
-            deny.message,
-            host=authority.host if authority else None,
-            port=authority.port if authority else None,
-            retry_after_s=RETRY_AFTER_S if status in (429, 503) else None,
-        )
-        self._services.lingering.close_with(self.sock, reply)
+        self._services.lingering.close_with(self.sock, refusal_of(deny, authority))
 
     def _abort(self, reason: CloseReason) -> None:
         """Close without an answer: nobody is there to read it, or nobody may."""

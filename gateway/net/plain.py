@@ -16,8 +16,7 @@ from gateway.core.decide import decide_host
 from gateway.core.head import Head, HeadError, parse_head
 from gateway.core.incomplete import Incomplete
 from gateway.core.plain_head import PlainRequest, names_one_of, read_request
-from gateway.core.replies import refusal
-from gateway.core.status import RETRY_AFTER_S, status_of
+from gateway.core.replies import refusal_of
 from gateway.core.verdict import CloseReason, Deny, DenyReason, Verdict
 from gateway.net.plain_exchange import Ending, Exchange
 from gateway.net.plain_stream import Stream
@@ -304,16 +303,7 @@ class PlainRelay(asyncio.Protocol):
         self._reply(deny, status)
 
     def _reply(self, deny: Deny, status: int | None = None) -> None:
-        status = status or status_of(deny.reason)
-        authority = self._authority
-        reply = refusal(
-            status,
-            deny.reason,
-            deny.message,
-            host=authority.host if authority else None,
-            port=authority.port if authority else None,
-            retry_after_s=RETRY_AFTER_S if status in (429, 503) else None,
-        )
+        reply = refusal_of(deny, self._authority, status)
         # RFC 9110 §9.3.2: a response to HEAD has no body.
         self._client.write(reply[: reply.index(b"\r\n\r\n") + 4] if self._is_head else reply)
 
