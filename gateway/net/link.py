@@ -50,9 +50,12 @@ class ContractServer:
         self._server = await asyncio.start_unix_server(self._on_connect, sock=listening)
 
     async def close(self) -> None:
-        """Stop, and end the connection."""
+        """Stop, report what was used last, and end the connection."""
         if self._server is not None:
             self._server.close()
+        if self._writer is not None:
+            # Closing it sends what is written. If no process takes up the counts, control has them all the same.
+            self._report_changes(self._writer)
         for task in list(self._tasks):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -134,13 +137,16 @@ class ContractServer:
 
     async def _report(self, writer: asyncio.StreamWriter) -> None:
         while True:
-            for session in self._gateway.registry:
-                usage = session.usage()
-                if usage != session.reported:
-                    session.reported = usage
-                    self._send(writer, UsageReport(self._epoch, session.id, usage))
+            self._report_changes(writer)
             await writer.drain()
             await asyncio.sleep(REPORT_S)
+
+    def _report_changes(self, writer: asyncio.StreamWriter) -> None:
+        for session in self._gateway.registry:
+            usage = session.usage()
+            if usage != session.reported:
+                session.reported = usage
+                self._send(writer, UsageReport(self._epoch, session.id, usage))
 
     @staticmethod
     def _send(writer: asyncio.StreamWriter, message: FromGateway) -> None:

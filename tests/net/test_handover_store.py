@@ -181,3 +181,26 @@ async def test_tunnels_that_nobody_takes_up_have_their_last_line_at_the_next_sta
         assert (line["reason"], line["bytes_up"], line["bytes_down"]) == ("shutdown", 1, 1)
         await asyncio.to_thread(gateway.restart)
         assert [line["event"] for line in gateway.audit("s1")] == ["allow", "close"]
+
+
+@pytest.mark.parametrize("stored", [0, 8])
+async def test_what_was_used_last_is_reported_at_a_stop(tmp_path: Path, stored: int) -> None:
+    async with (
+        contracted(tmp_path, stored=stored, limits={"drain_ms": 100}) as (gateway, path),
+        echo_server() as server,
+    ):
+        assert gateway.manager is not None
+        control = await Control.connect(path)
+        await control.welcome()
+        await control.snapshot(grant("s1"))
+        async with await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            for number in range(1, 4):
+                await client.send(b"x" * 1000)
+                assert await client.read_exactly(1000) == b"x" * 1000
+                # A report of each second is not waited for.
+                if number == 2:
+                    await control.reported("s1", lambda each: each.usage.egress_bytes_up >= 1000)
+            await asyncio.to_thread(gateway.manager.stop)
+            report = await control.reported("s1", lambda each: each.usage.egress_bytes_up == 3000)
+            assert report.usage.egress_bytes_down == 3000
+        await control.close()
