@@ -78,7 +78,7 @@ def halting(host: PrivateHost) -> Iterator[Halting]:
 
 
 async def drive(host: PrivateHost, control: ControlClient, point: str) -> None:
-    """Do what the session's caller does; again, when an earlier try was not answered."""
+    """Do what the session's caller does, up to when the daemon dies; again, when an earlier try was not answered."""
     life = life_of(point)
     spec = SandboxSpec(image=life.image, session_id=point, command=("sh", "-c", life.script))
     with contextlib.suppress(ControlUnavailableError):  # the daemon died before it answered
@@ -92,10 +92,17 @@ async def drive(host: PrivateHost, control: ControlClient, point: str) -> None:
 
 
 async def persist(call: Callable[[], Awaitable[SessionView]]) -> None:
-    """Call until it is answered; that it was done already is an answer."""
+    """Call until it is answered; that it was done already is an answer. Raises ControlUnavailableError."""
+    tries_left = 3
     while True:
         try:
             await call()
+        except ControlUnavailableError:
+            # On a connection from before the daemon's death.
+            if tries_left == 0:
+                raise
+            tries_left -= 1
+            continue
         except ControlError as error:
             if error.problem.status == 503:
                 await asyncio.sleep(0.5)
