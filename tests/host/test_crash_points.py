@@ -113,11 +113,18 @@ async def persist(call: Callable[[], Awaitable[SessionView]]) -> None:
 
 
 async def found(control: ControlClient, point: str) -> str:
-    try:
-        view = await control.get(point)
-        return f"{view.state} ({view.reason}: {view.message})" if view.state.final else str(view.state)
-    except ControlError:
-        return "unknown"
+    """Return what the daemon says of a session. Raises ControlUnavailableError."""
+    for last in (False, True):
+        try:
+            view = await control.get(point)
+            return f"{view.state} ({view.reason}: {view.message})" if view.state.final else str(view.state)
+        except ControlUnavailableError:
+            # The first may have gone to a connection from before the daemon's death.
+            if last:
+                raise
+        except ControlError:
+            break
+    return "unknown"
 
 
 def printed(host: PrivateHost, session: str) -> tuple[bytes, list[bytes]]:
@@ -198,7 +205,7 @@ async def test_control_killed_again_and_again_while_it_takes_up_what_it_left_los
 ) -> None:
     await hold_all(host, control, halting, AGAIN)
     died = 0
-    for writes in (1, 2, 3, 5, 8, 13, 21, 34, 55, 89):
+    for writes in (1, 3, 8, 21, 55):
         with contextlib.suppress(DaemonError):
             halting.start(writes=writes)
         while host.control.running and not await settled(control, AGAIN):
