@@ -7,11 +7,11 @@ decision is asked of `gateway.core`; here is what happens between two of them, a
 import socket
 from typing import TYPE_CHECKING, Final
 
-from gateway.core.authority import Authority, AuthorityError, parse_authority
+from gateway.core.authority import Authority
 from gateway.core.clienthello import HelloError, parse_client_hello
-from gateway.core.credentials import parse_basic
+from gateway.core.connect_request import Unacceptable, read_connect
 from gateway.core.decide import decide_addresses, decide_hello, decide_host
-from gateway.core.head import Head, HeadError
+from gateway.core.head import Head
 from gateway.core.incomplete import Incomplete
 from gateway.core.replies import ALERT_UNRECOGNIZED_NAME, ESTABLISHED, refusal_of
 from gateway.core.verdict import CloseReason, Deny, DenyReason
@@ -69,31 +69,12 @@ class Connect:
 
     def start(self, head: Head) -> None:
         """Judge the request as far as that needs nobody else, and go on from there."""
-        try:
-            self.authority = parse_authority(head.target)
-            credentials = head.get(b"proxy-authorization")
-            host = head.get(b"host")
-            # RFC 9112 §3.2.3: the Host of a CONNECT is its target. Two different answers to "which host" are a bypass.
-            if (
-                host
-                and host != head.target
-                and parse_authority(host, default_port=self.authority.port).host != self.authority.host
-            ):
-                raise AuthorityError("the Host header names another host than the request")
-        except AuthorityError as error:
-            self._refuse(Deny(DenyReason.MALFORMED_AUTHORITY, str(error)))
+        request = read_connect(head)
+        if isinstance(request, Unacceptable):
+            self._answer(request.deny, request.authority)
             return
-        except HeadError as error:
-            self._refuse(Deny(error.reason, error.message))
-            return
-        if credentials is None:
-            self._refuse(Deny(DenyReason.CREDENTIALS_MISSING, "proxy credentials are needed: session and token"))
-            return
-        parsed = parse_basic(credentials)
-        if parsed is None:
-            self._refuse(Deny(DenyReason.CREDENTIALS_WRONG, "the proxy credentials are not of the Basic scheme"))
-            return
-        self.introduce((parsed[0], hash_of(parsed[1])))
+        self.authority = request.authority
+        self.introduce((request.session_id, hash_of(request.token)))
 
     def introduce(self, credentials: tuple[str, bytes]) -> None:
         """Go on as the sender of these, once it can be said whose they are."""
@@ -378,10 +359,12 @@ class Connect:
         self._abort(reason)
 
     def _refuse(self, deny: Deny) -> None:
-        authority = getattr(self, "authority", None)
-        self._services.count_refusal(self.session, "connect", deny)
         if self.session is not None:
             self._log("refuse", deny.reason)
+        self._answer(deny, self.authority)
+
+    def _answer(self, deny: Deny, authority: Authority | None) -> None:
+        self._services.count_refusal(self.session, "connect", deny)
         self._give_back()
         self._services.lingering.close_with(self.sock, refusal_of(deny, authority))
 
