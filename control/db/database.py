@@ -52,7 +52,9 @@ class Database:
         options: dict[str, Any] = {}
         if driver == _DRIVERS["postgresql"]:
             # Ask before each use whether a pooled connection still lives: the database may have been restarted.
-            options = {"pool_pre_ping": True, "connect_args": {"connect_timeout": max(2, int(call_timeout_s))}}
+            # A cluster made without a locale has databases in SQL_ASCII, of which the driver would bring bytes for text.
+            arguments = {"connect_timeout": max(2, int(call_timeout_s)), "client_encoding": "utf8"}
+            options = {"pool_pre_ping": True, "connect_args": arguments}
         self.engine: Final[AsyncEngine] = create_async_engine(parsed.set(drivername=driver), **options)
         self._reader = self.engine
         if driver == _DRIVERS["postgresql"]:

@@ -213,6 +213,15 @@ async def test_sessions_of_the_first_version_are_brought_along(url: str) -> None
     await store.close()
 
 
+async def test_a_database_without_an_encoding_keeps_text(postgres: Postgres) -> None:
+    store = Store(postgres.create("unencoded", "--encoding=SQL_ASCII", "--template=template0", "--locale=C"))
+    await store.migrate()
+    # Its environment has a letter beyond ASCII.
+    await store.insert(session("s1"))
+    assert await store.get("s1") == session("s1")
+    await store.close()
+
+
 async def test_a_database_that_is_away_is_told_and_comes_back(postgres: Postgres, postgres_url: str) -> None:
     store = Store(postgres_url, call_timeout_s=3)
     await store.migrate()

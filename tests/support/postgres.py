@@ -48,9 +48,9 @@ class Postgres:
     def url(self, database: str = "postgres") -> str:
         return f"postgresql://opificia@/{database}?host={self.root}"
 
-    def create(self, database: str) -> str:
-        """Make an empty database and return its url."""
-        self._run("createdb", "-h", str(self.root), "-U", "opificia", database)
+    def create(self, database: str, *options: str) -> str:
+        """Make an empty database with these options of createdb(1) and return its url."""
+        self._run("createdb", "-h", str(self.root), "-U", "opificia", *options, database)
         return self.url(database)
 
     def start(self) -> None:
