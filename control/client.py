@@ -31,7 +31,7 @@ from control.api.types import (
     SessionPage,
     SessionView,
 )
-from control.plan.session import SessionState
+from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 
 DEFAULT_ADDRESS: Final = "unix:/run/opificia/api/control.sock"
@@ -111,9 +111,18 @@ class ControlClient:
             except ControlUnavailableError:
                 await patience.wait()
 
-    async def list(self, states: Sequence[SessionState] = (), limit: int = 100, cursor: str = "") -> SessionPage:
-        """Return a page of sessions, the newest first."""
+    async def list(
+        self,
+        states: Sequence[SessionState] = (),
+        limit: int = 100,
+        cursor: str = "",
+        *,
+        reasons: Sequence[Reason] = (),
+        image: str = "",
+    ) -> SessionPage:
+        """Return a page of sessions, the newest first; only those of these states, reasons and this image, if given."""
         query = [("limit", str(limit)), *(("state", state.value) for state in states)]
+        query += [*(("reason", reason.value) for reason in reasons), *([("image", image)] if image else [])]
         return await self._call(
             "GET", "/v1/sessions", SessionPage, query=[*query, *([("cursor", cursor)] if cursor else [])]
         )

@@ -15,7 +15,7 @@ from control.api.types import (
     SessionView,
     StopRequest,
 )
-from control.plan.session import SessionState
+from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 
 _NDJSON: Final = "application/x-ndjson"
@@ -46,6 +46,12 @@ OPERATIONS: Final = (
                 "Only these; may be repeated",
                 {"type": "array", "items": {"type": "string", "enum": [state.value for state in SessionState]}},
             ),
+            Parameter(
+                "reason",
+                "Only those that ended for this; may be repeated",
+                {"type": "array", "items": {"type": "string", "enum": [reason.value for reason in Reason]}},
+            ),
+            Parameter("image", "Only those of this image, by the name that was asked for"),
             Parameter("limit", "At most this many", {"type": "integer", "minimum": 1, "maximum": 500}),
             Parameter("cursor", "`next` of the page before"),
         ),

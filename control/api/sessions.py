@@ -1,6 +1,7 @@
 """Handlers of the API that create, show and end sessions."""
 
 import asyncio
+import enum
 import secrets
 from collections.abc import Coroutine
 from pathlib import Path
@@ -12,9 +13,9 @@ from aiohttp import web
 from control.api.problems import ProblemError
 from control.api.types import SessionPage, SessionView, StopRequest
 from control.api.views import session_view
-from control.db.rows import StoredSession
+from control.db.rows import Selection, StoredSession
 from control.db.store import request_digest
-from control.plan.session import SessionState
+from control.plan.session import Reason, SessionState
 from control.sessions.manager import SessionManager
 from control.spec import SandboxSpec
 from gateway.contract.ids import is_session_id
@@ -29,6 +30,7 @@ MAX_PROBLEM_CHARACTERS: Final = 300
 _UPLOAD_CHUNK: Final = 256 * 1024
 
 Body = TypeVar("Body", bound=msgspec.Struct)
+Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
 def json_response(value: object, status: int = 200) -> web.Response:
@@ -64,6 +66,14 @@ def query_int(request: web.Request, name: str, default: int, least: int, most: i
     if not (text.isascii() and text.isdigit() and least <= int(text[:20]) <= most):
         raise ProblemError(422, "invalid_query", f"{name} must be a number from {least} to {most}")
     return int(text)
+
+
+def _query_choices(request: web.Request, name: str, kind: type[Choice]) -> tuple[Choice, ...]:
+    """Return what a parameter that may be repeated names. Raises ProblemError."""
+    try:
+        return tuple(kind(text) for text in request.query.getall(name, []))
+    except ValueError as error:
+        raise ProblemError(422, "invalid_query", f"{name} must be one of {', '.join(kind)}") from error
 
 
 class SessionHandlers:
@@ -141,13 +151,13 @@ class SessionHandlers:
 
     async def page(self, request: web.Request) -> web.Response:
         """GET /v1/sessions"""
-        try:
-            states = [SessionState(state) for state in request.query.getall("state", [])]
-        except ValueError as error:
-            known = ", ".join(SessionState)
-            raise ProblemError(422, "invalid_query", f"state must be one of {known}") from error
+        selection = Selection(
+            _query_choices(request, "state", SessionState),
+            _query_choices(request, "reason", Reason),
+            request.query.get("image", ""),
+        )
         limit = query_int(request, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
         before = query_int(request, "cursor", 0, 1, 2**62) or None
-        found = await self._manager.page(states, before, limit)
+        found = await self._manager.page(selection, before, limit)
         cursor = str(found[-1].position) if len(found) == limit else None
         return json_response(SessionPage(tuple(self.view(each) for each in found), cursor))

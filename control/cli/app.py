@@ -114,6 +114,8 @@ def run(
 @app.command("sessions")
 def sessions(
     state: Annotated[list[str] | None, typer.Option(help="Only sessions in this state; repeatable.")] = None,
+    reason: Annotated[list[str] | None, typer.Option(help="Only those that ended for this; repeatable.")] = None,
+    image: Annotated[str, typer.Option(help="Only those of this image.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="At most this many.")] = 50,
     watch: Annotated[bool, typer.Option("--watch", "-w", help="Show them again whenever they change.")] = False,
     json: Json = False,
@@ -122,11 +124,14 @@ def sessions(
 
     Example: opificia sessions --state running --watch
     """
-    from control.cli.parse import ParseError, states
+    from control.cli.parse import ParseError, choices
     from control.cli.sessions import show_sessions, watch_sessions
+    from control.db.rows import Selection
+    from control.plan.session import Reason, SessionState
 
     try:
-        wanted = states(state or [])
+        states = choices("--state", SessionState, state or [])
+        wanted = Selection(states, choices("--reason", Reason, reason or []), image)
     except ParseError as error:
         fail(str(error), 2)
     act = watch_sessions if watch else show_sessions

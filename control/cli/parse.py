@@ -1,11 +1,11 @@
 """What people write on the command line: durations, sizes, variables."""
 
+import enum
 import os
 import re
 from collections.abc import Sequence
-from typing import Final
+from typing import Final, TypeVar
 
-from control.plan.session import SessionState
 from gateway.contract.limits import GIB, KIB, MIB
 from gateway.contract.policy import NetworkLevel
 
@@ -13,6 +13,9 @@ _DURATION: Final = re.compile(r"(\d{1,9}(?:\.\d{1,3})?)(ms|s|m|h|d)", re.ASCII)
 _SIZE: Final = re.compile(r"(\d{1,12}(?:\.\d{1,3})?)([kmg]?)i?b?", re.ASCII | re.IGNORECASE)
 _MILLISECONDS: Final = {"ms": 1, "s": 1_000, "m": 60_000, "h": 3_600_000, "d": 86_400_000}
 _BYTES: Final = {"": 1, "k": KIB, "m": MIB, "g": GIB}
+
+
+Choice = TypeVar("Choice", bound=enum.StrEnum)
 
 
 class ParseError(Exception):
@@ -60,9 +63,9 @@ def level(text: str) -> NetworkLevel:
         raise ParseError(f"--network is one of {', '.join(NetworkLevel)}, not {text!r}") from None
 
 
-def states(texts: Sequence[str]) -> list[SessionState]:
-    """Return session states by their names. Raises ParseError."""
+def choices(option: str, kind: type[Choice], texts: Sequence[str]) -> tuple[Choice, ...]:
+    """Return what an option names that may be repeated. Raises ParseError."""
     try:
-        return [SessionState(text) for text in texts]
+        return tuple(kind(text) for text in texts)
     except ValueError:
-        raise ParseError(f"--state is one of {', '.join(SessionState)}") from None
+        raise ParseError(f"{option} is one of {', '.join(kind)}") from None

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Final
 from control.api.types import SessionPage, SessionView
 from control.cli.output import as_json, cell, show, table
 from control.client import ControlClient
-from control.plan.session import SessionState
+from control.db.rows import Selection
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -17,16 +17,16 @@ _PAGE: Final = 500
 _WATCH_S: Final = 1.0
 
 
-async def show_sessions(client: ControlClient, states: Sequence[SessionState], limit: int, json: bool) -> None:
+async def show_sessions(client: ControlClient, wanted: Selection, limit: int, json: bool) -> None:
     """Print the newest sessions."""
-    page = await _newest(client, states, limit)
+    page = await _newest(client, wanted, limit)
     if json:
         as_json(page)
     else:
         show(_table(page.sessions))
 
 
-async def watch_sessions(client: ControlClient, states: Sequence[SessionState], limit: int, json: bool) -> None:
+async def watch_sessions(client: ControlClient, wanted: Selection, limit: int, json: bool) -> None:
     """Print the newest sessions again whenever they have changed, until interrupted; on a terminal in place."""
     from rich.console import Console
     from rich.live import Live
@@ -36,7 +36,7 @@ async def watch_sessions(client: ControlClient, states: Sequence[SessionState], 
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not json else None
     with live or contextlib.nullcontext():
         while True:
-            page = await _newest(client, states, limit)
+            page = await _newest(client, wanted, limit)
             if page != seen:
                 seen = page
                 if live is not None:
@@ -48,12 +48,13 @@ async def watch_sessions(client: ControlClient, states: Sequence[SessionState], 
             await asyncio.sleep(_WATCH_S)
 
 
-async def _newest(client: ControlClient, states: Sequence[SessionState], limit: int) -> SessionPage:
+async def _newest(client: ControlClient, wanted: Selection, limit: int) -> SessionPage:
     """Return up to `limit` sessions as one page, in as many requests as that takes."""
     found: list[SessionView] = []
     cursor = ""
     while True:
-        page = await client.list(states, min(limit - len(found), _PAGE), cursor)
+        count = min(limit - len(found), _PAGE)
+        page = await client.list(wanted.states, count, cursor, reasons=wanted.reasons, image=wanted.image)
         found += page.sessions
         cursor = page.next or ""
         if not cursor or len(found) >= limit:

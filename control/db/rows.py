@@ -4,7 +4,7 @@ from typing import Any, Final
 
 import msgspec
 
-from control.plan.session import Event, Session
+from control.plan.session import Event, Reason, Session, SessionState
 from control.spec import SandboxSpec
 
 encode: Final = msgspec.json.Encoder().encode
@@ -34,6 +34,17 @@ class StoredSession(msgspec.Struct, frozen=True, kw_only=True):
     life: Session
     last_event: int = 0
     cleaned: bool = False
+
+
+class Selection(msgspec.Struct, frozen=True):
+    """Which sessions a list holds: of these states, these reasons, this image; empty: any."""
+
+    states: tuple[SessionState, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    image: str = ""
+
+
+ALL: Final = Selection()
 
 
 def event_row(session: str, stored: StoredEvent) -> dict[str, object]:

@@ -14,6 +14,8 @@ from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.db.database import Database
 from control.db.rows import (
+    ALL,
+    Selection,
     StoredEvent,
     StoredSession,
     encode,
@@ -25,7 +27,7 @@ from control.db.rows import (
 )
 from control.db.tables import events, idempotency_keys, sessions, usage
 from control.plan.retention import Kept
-from control.plan.session import LaunchStarted, Session, SessionState
+from control.plan.session import LaunchStarted, Session
 from gateway.contract.policy import Usage
 
 _usage_decoder: Final = msgspec.json.Decoder(Usage)
@@ -137,12 +139,16 @@ class Store(Database):
         return session_of(rows[0]) if rows else None
 
     async def page(
-        self, *, states: Sequence[SessionState] = (), before: int | None = None, limit: int = 100
+        self, selection: Selection = ALL, *, before: int | None = None, limit: int = 100
     ) -> list[StoredSession]:
         """Return sessions from the newest to the oldest; `before` is the position of the last one seen."""
         query = _SESSION.order_by(sessions.c.position.desc()).limit(limit)
-        if states:
-            query = query.where(sessions.c.state.in_([state.value for state in states]))
+        if selection.states:
+            query = query.where(sessions.c.state.in_([state.value for state in selection.states]))
+        if selection.reasons:
+            query = query.where(sessions.c.reason.in_([reason.value for reason in selection.reasons]))
+        if selection.image:
+            query = query.where(sessions.c.image == selection.image)
         if before is not None:
             query = query.where(sessions.c.position < before)
         return [session_of(row) for row in await self.read(query)]

@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine
 from ipaddress import IPv4Address
 from pathlib import Path
 from typing import Any, Final
@@ -10,7 +10,7 @@ from typing import Any, Final
 import msgspec
 
 from control.db.database import StoreUnavailableError
-from control.db.rows import StoredSession
+from control.db.rows import Selection, StoredSession
 from control.db.store import Store
 from control.docker.types import EngineError, NotFoundError
 from control.plan.admission import Admission, AdmissionError, Demand
@@ -190,9 +190,9 @@ class SessionManager:
             raise NoSuchSessionError(session)
         return stored
 
-    async def page(self, states: Sequence[SessionState], before: int | None, limit: int) -> list[StoredSession]:
+    async def page(self, selection: Selection, before: int | None, limit: int) -> list[StoredSession]:
         """Return sessions from the newest to the oldest."""
-        return [self.view(each) for each in await self.store.page(states=states, before=before, limit=limit)]
+        return [self.view(each) for each in await self.store.page(selection, before=before, limit=limit)]
 
     def view(self, stored: StoredSession) -> StoredSession:
         """Return a session as memory knows it, which may be newer than the store."""

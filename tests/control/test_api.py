@@ -143,6 +143,7 @@ async def test_what_does_not_exist_and_what_comes_at_the_wrong_time(client: Cont
         ("GET", "/v1/sessions?limit=x", None, 422, "invalid_query"),
         ("GET", "/v1/sessions?cursor=%00", None, 422, "invalid_query"),
         ("GET", "/v1/sessions?state=dead", None, 422, "invalid_query"),
+        ("GET", "/v1/sessions?reason=bored", None, 422, "invalid_query"),
         ("GET", "/v1/sessions/..%2f..%2fetc", None, 404, "no_such_session"),
         ("GET", "/v1/sessions/a%0ab", None, 404, "no_such_session"),
     ],
@@ -166,6 +167,11 @@ async def test_lists_go_page_by_page(client: ControlClient) -> None:
     assert [each.id for each in (*first.sessions, *rest.sessions)] == made[::-1]
     assert rest.next is None
     assert [each.id for each in (await client.list([S.STOPPED])).sessions] == [made[1]]
+    by_user = await client.list(reasons=[Reason.STOPPED_BY_USER, Reason.TIME_LIMIT])
+    assert [each.id for each in by_user.sessions] == [made[1]]
+    assert (await client.list(reasons=[Reason.TIME_LIMIT])).sessions == ()
+    assert len((await client.list(image="sandbox")).sessions) == len(made)
+    assert (await client.list(image="sand")).sessions == ()
 
 
 async def test_events_go_on_where_a_client_left_off(client: ControlClient, http: aiohttp.ClientSession) -> None:

@@ -12,7 +12,7 @@ from alembic.migration import MigrationContext
 from sqlalchemy.ext.asyncio import AsyncConnection
 
 from control.db.database import StoreUnavailableError
-from control.db.rows import StoredEvent, StoredSession, encode
+from control.db.rows import Selection, StoredEvent, StoredSession, encode
 from control.db.store import KeyReusedError, SessionExistsError, Store
 from control.db.tables import metadata
 from control.plan.retention import Kept
@@ -127,7 +127,7 @@ async def test_pages_go_from_the_newest_to_the_oldest(store: Store) -> None:
         await store.insert(msgspec.structs.replace(session(f"s{number}", number * 10), life=life))
     assert [each.id for each in await store.page(limit=2)] == ["s5", "s4"]
     assert [each.id for each in await store.page(before=40, limit=2)] == ["s3", "s2"]
-    assert [each.id for each in await store.page(states=[SessionState.EXITED])] == ["s5", "s3", "s1"]
+    assert [each.id for each in await store.page(Selection((SessionState.EXITED,)))] == ["s5", "s3", "s1"]
     assert await store.last_position() == 50
 
 
