@@ -17,6 +17,10 @@ IDLE_MB: Final = 60.0
 START_FACTOR: Final = 1.3
 # p99 of get and list with 10,000 stored sessions.
 API_MS: Final = 20.0
+# What the gateway may add to the time of a reply's first byte.
+ADDED_FIRST_BYTE_US: Final = 300.0
+# Of the events that fall into the measured window; at its ends some are on their way.
+KEEPS_UP: Final = 0.995
 _ENDLESS: Final = float("inf")
 
 
@@ -119,6 +123,9 @@ def _model(judge_: _Judge) -> list[Goal]:
     def relay(scenario: str, name: str) -> tuple[float | None, float | None]:
         return judge_.value(scenario, GATEWAY, name), judge_.value(scenario, RELAY, name)
 
+    first, straight = (judge_.value("first-byte", name, "first_p50_us") for name in (GATEWAY, "direct"))
+    delivered = judge_.value("paced-1000-fast", GATEWAY, "delivered")
+    growth, memory = (judge_.value("memory", GATEWAY, name) for name in ("growth_mb", "rss_mb"))
     return [
         judge_.ratio(
             "requests: CPU at most 1/8 of the aiohttp relay's",
@@ -126,6 +133,27 @@ def _model(judge_: _Judge) -> list[Goal]:
         ),
         judge_.ratio(
             "events: CPU at most 1/2 of the aiohttp relay's", *relay("events-stream", "cpu_us_per_event"), "us", 0, 1 / 2
+        ),
+        judge_.ratio(
+            "events that come one by one: CPU at most 1/2 of the aiohttp relay's",
+            *relay("paced-1000", "cpu_us_per_event"), "us", 0, 1 / 2,
+        ),
+        judge_.at_most(
+            f"first byte at a quarter of saturation: at most {ADDED_FIRST_BYTE_US:.0f} us added at p50",
+            None if first is None or straight is None else first - straight, ADDED_FIRST_BYTE_US, "us",
+        ),
+        judge_.ratio(
+            "first byte at a quarter of saturation: p99 at most the aiohttp relay's",
+            *relay("first-byte", "first_p99_us"), "us", 0, 1,
+        ),
+        Goal(
+            "1,000 streams of 50 events a second: none falls behind",
+            "not measured" if delivered is None else f"{delivered:.1%} delivered in time",
+            None if delivered is None else delivered >= KEEPS_UP,
+        ),
+        judge_.at_most(
+            "memory after 100,000 requests: grown by at most a tenth",
+            None if growth is None or memory is None else growth / memory, 0.1, "of all",
         ),
     ]  # fmt: skip
 

@@ -7,14 +7,19 @@ from typing import Any, Final, cast
 from bench.load import Client, Server
 from bench.measure import run_client
 from bench.peers.base import Ground, Peer
-from bench.peers.model import MODEL_PEERS, ModelCommand, ModelPeer
+from bench.peers.model import MODEL_PEERS, ModelCommand, ModelGateway, ModelPeer
 from bench.processes import rss_bytes
 from bench.records import Record, Run
 from bench.rounds import Scenario, Settings, Stage, run_rounds, take_latency, take_usage
 
 SUITE: Final = "model"
-# Between two events of a paced stream, as `load/model.c` has it.
-_PACE_S: Final = 0.1
+# Of the rate at which a peer is saturated, when its delay is asked for.
+_QUARTER: Final = 0.25
+# Of a load client, before what it measures.
+_WARMUP_S: Final = 0.5
+# Events of a stream in a second.
+_CALM: Final = 10
+_FAST: Final = 50
 # What a coding agent sends: a conversation of some length.
 _LARGE_BODY: Final = 115_000
 _SMALL_BODY: Final = 2_000
@@ -41,6 +46,54 @@ class Requests(Scenario):
         return [warmup, result]
 
 
+class FirstByte(Scenario):
+    """How long a reply's first byte takes at a quarter of what the peer can do at most: what a user of a calm host waits."""
+
+    _CONNECTIONS: Final = 256
+
+    def expected_s(self, settings: Settings) -> float:
+        return super().expected_s(settings) + 2
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        route = cast(ModelPeer, peer).model_route()
+        most = stage.settings.connections // 4
+        options = ["--connections", str(stage.settings.concurrency), "--total", str(most)]
+        saturated = Client("requests", route, options, program="model").run()
+        rate = saturated["finished"] / saturated["seconds"] * _QUARTER
+        seconds = str(stage.settings.seconds)
+        options = ["--connections", str(self._CONNECTIONS), "--rate", str(rate), "--seconds", seconds]
+        client = Client("rated", route, options, program="model")
+        result, usage = run_client(client, peer.pids(), stage.server, settled=False)
+        take_usage(record, usage)
+        record.values["requests_per_s"] = result["requests"] / (result["seconds"] + _WARMUP_S)
+        take_latency(record, result, "first_us", "first_")
+        return [saturated, result]
+
+
+class Memory(Scenario):
+    """The gateway's resident memory before and after very many requests, which have to leave nothing behind."""
+
+    def applies(self, peer: Peer, stage: Stage) -> bool:
+        return peer.name == ModelGateway.name
+
+    def expected_s(self, settings: Settings) -> float:
+        return settings.connections * 5 / 4_000
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        route, pids = cast(ModelPeer, peer).model_route(), peer.pids()
+        total = stage.settings.connections * 5
+        options = ["--connections", str(stage.settings.concurrency)]
+        warmup = Client("requests", route, [*options, "--total", str(total // 5)], program="model").run()
+        before = rss_bytes(pids)
+        client = Client("requests", route, [*options, "--total", str(total)], program="model")
+        result, usage = run_client(client, pids, stage.server, settled=True)
+        take_usage(record, usage)
+        record.values["requests"] = result["finished"]
+        record.values["rss_mb"] = rss_bytes(pids) / 1e6
+        record.values["growth_mb"] = (rss_bytes(pids) - before) / 1e6
+        return [warmup, result]
+
+
 class Events(Scenario):
     """Streams whose provider sends each event by itself, as fast as it is taken."""
 
@@ -62,21 +115,25 @@ class Events(Scenario):
 class Paced(Scenario):
     """Streams at the pace of a model: how late an event comes, and what many open streams cost."""
 
-    def __init__(self, streams: int) -> None:
-        super().__init__(f"paced-{streams}")
+    def __init__(self, streams: int, per_second: int) -> None:
+        super().__init__(f"paced-{streams}" if per_second == _CALM else f"paced-{streams}-fast")
         self._streams = streams
+        self._per_second = per_second
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
-        seconds, warmup = stage.settings.seconds, 0.5
+        seconds = stage.settings.seconds
         # Every stream outlasts the measured window.
-        events = int((seconds + warmup) / _PACE_S) + 15
-        route = cast(ModelPeer, peer).model_route().asking(f"bench=paced:{events}")
-        options = ["--connections", str(self._streams), "--seconds", str(seconds), "--warmup", str(warmup)]
+        events = int((seconds + _WARMUP_S + 1.5) * self._per_second)
+        pace = 1000 // self._per_second
+        route = cast(ModelPeer, peer).model_route().asking(f"bench=paced:{events}:{pace}")
+        options = ["--connections", str(self._streams), "--seconds", str(seconds), "--warmup", str(_WARMUP_S)]
+        options += ["--pace", str(pace)]
         client = Client("paced", route, options, program="model")
         pids = peer.pids()
         result, usage = run_client(client, pids, stage.server, settled=False)
         take_usage(record, usage)
         record.values["events_per_s"] = result["events"] / result["seconds"]
+        record.values["delivered"] = result["events"] / result["seconds"] / (self._streams * self._per_second)
         record.values["cpu_us_per_event"] = usage.peer / max(1, result["events"]) * 1e6
         record.values["rss_mb"] = rss_bytes(pids) / 1e6
         take_latency(record, result, "late_us", "late_")
@@ -88,8 +145,11 @@ def scenarios() -> list[Scenario]:
     return [
         Requests("requests-small", _SMALL_BODY),
         Requests("requests-large", _LARGE_BODY),
+        FirstByte("first-byte"),
         Events("events-stream"),
-        Paced(1000),
+        Paced(1000, _CALM),
+        Paced(1000, _FAST),
+        Memory("memory"),
     ]
 
 

@@ -42,6 +42,16 @@ _COLUMNS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("p50_us", "p50 µs", ",.0f"),
         ("p99_us", "p99 µs", ",.0f"),
     ),
+    "first": (
+        ("requests_per_s", "requests/s", ",.0f"),
+        ("first_p50_us", "p50 µs", ",.0f"),
+        ("first_p99_us", "p99 µs", ",.0f"),
+    ),
+    "memory": (
+        ("requests", "requests", ",.0f"),
+        ("rss_mb", "RSS MB", ".1f"),
+        ("growth_mb", "grew MB", "+.1f"),
+    ),
     "events": (
         ("events_per_s", "events/s", ",.0f"),
         ("cpu_us_per_event", "CPU µs each", ".2f"),
@@ -50,6 +60,7 @@ _COLUMNS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
     ),
     "paced": (
         ("events_per_s", "events/s", ",.0f"),
+        ("delivered", "of those sent", ".0%"),
         ("cpu_us_per_event", "CPU µs each", ".1f"),
         ("late_p50_us", "late p50 µs", ",.0f"),
         ("late_p99_us", "late p99 µs", ",.0f"),

@@ -76,8 +76,9 @@ static void watch(int fd, uint32_t events, uint64_t data, int operation) {
 
 /* Wait for events, at the latest until a moment of the clock. */
 static int wait_events(struct epoll_event *events, uint64_t until) {
-    uint64_t at = now();
-    int ready = epoll_wait(poller, events, EVENTS, at >= until ? 0 : (int)((until - at) / 1000000 + 1));
+    uint64_t at = now(), left = at >= until ? 0 : until - at;
+    struct timespec timeout = {.tv_sec = (time_t)(left / SECOND), .tv_nsec = (long)(left % SECOND)};
+    int ready = epoll_pwait2(poller, events, EVENTS, &timeout, NULL);
     return ready < 0 ? 0 : ready;
 }
 

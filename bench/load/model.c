@@ -3,17 +3,18 @@
  *   model serve    --listen 127.0.0.1:0                         prints {"ports": [...]}, serves until stdin ends
  *   model requests --via ADDR --path P --connections C --total M --body B     one request after the other on each connection
  *   model events   --via ADDR --path P --connections C --seconds S            streams, each event sent by itself
- *   model paced    --via ADDR --path P --connections C --seconds S            streams of one event each PACE_MS
+ *   model rated    --via ADDR --path P --connections C --rate R --seconds S   R requests a second, whether or not others have ended
+ *   model paced    --via ADDR --path P --connections C --seconds S            streams of one event each --pace milliseconds
  *
  * What the provider answers is said by the query: `?bench=small` a short JSON reply, `?bench=events:N` a stream of N events
- * as fast as they are taken, `?bench=paced:N` the same with PACE_MS between two. Every event holds the moment it was sent,
+ * as fast as they are taken, `?bench=paced:N:MS` the same with MS milliseconds between two. Every event holds the moment it was sent,
  * by the clock that both ends share, so that the client knows how late it comes. --token is sent as Bearer credentials.
  *
  * Output as of load.c. `requests` and `events` time a request from its first byte sent, `first_us` to the reply's first byte.
  */
 #include "common.h"
 
-enum { BODY_MAX = 1 << 20, BUFFER = 1 << 16, EVENT_MAX = 256, PACE_MS = 100, HEAD_MAX = 2048 };
+enum { BODY_MAX = 1 << 20, BUFFER = 1 << 16, EVENT_MAX = 256, HEAD_MAX = 2048 };
 
 static const char DELTA[] =
     "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"index\":0,\"delta\":{\"type\":\"text_delta\","
@@ -35,7 +36,7 @@ static const char SMALL[] =
 struct served {
     char head[HEAD_MAX];
     size_t head_size;
-    uint64_t body_left, due;
+    uint64_t body_left, due, pace;
     long events_left, events; /* of the stream under way */
     bool streaming, paced;
     int next; /* in the list of paced streams, in the order they are due */
@@ -120,7 +121,9 @@ static void answer(int fd) {
     s->streaming = true;
     give(fd, head, sizeof head - 1);
     give_chunk(fd, START, sizeof START - 1);
-    if (s->paced) schedule(fd, now() + PACE_MS * 1000000ull);
+    char *pace = s->paced ? strchr(strchr(kind, ':') + 1, ':') : NULL;
+    s->pace = (pace ? strtoull(pace + 1, NULL, 10) : 100) * 1000000;
+    if (s->paced) schedule(fd, now() + s->pace);
     else watch(fd, EPOLLIN | EPOLLOUT, (uint64_t)fd, EPOLL_CTL_MOD);
 }
 
@@ -183,7 +186,7 @@ static int serve(const char **listen_on, int count) {
             int fd = first_due;
             first_due = served[fd].next;
             if (first_due < 0) last_due = -1;
-            if (stream_turn(fd)) schedule(fd, served[fd].due + PACE_MS * 1000000ull);
+            if (stream_turn(fd)) schedule(fd, served[fd].due + served[fd].pace);
         }
     }
 }
@@ -192,9 +195,9 @@ static int serve(const char **listen_on, int count) {
 
 static struct {
     const char *via, *path, *token;
-    long connections, total, body;
-    double seconds, warmup;
-} option = {.path = "/v1/messages?bench=small", .connections = 16, .total = 1000, .body = 2000, .seconds = 3, .warmup = 0.5};
+    long connections, total, body, pace;
+    double seconds, warmup, rate;
+} option = {.path = "/v1/messages?bench=small", .connections = 16, .total = 1000, .body = 2000, .pace = 100, .rate = 100, .seconds = 3, .warmup = 0.5};
 
 struct client {
     int fd;
@@ -359,11 +362,48 @@ static void run_requests(void) {
     print_result("requests", seconds, cpu);
 }
 
+static struct client *find_free(void) {
+    static long next;
+    for (long i = 0; i < option.connections; i++) {
+        struct client *c = &clients[next++ % option.connections];
+        if (!c->done && !c->waiting) return c;
+    }
+    return NULL;
+}
+
+static void run_rated(void) {
+    option.total = 0;
+    uint64_t began = now(), start = began + (uint64_t)(option.warmup * 1e9), end = start + (uint64_t)(option.seconds * 1e9);
+    double cpu = 0;
+    for (uint64_t due = began, period = (uint64_t)(1e9 / option.rate); due < end; due += period) {
+        while (now() < due) turn(due, false);
+        if (!measuring && due >= start) {
+            measuring = true;
+            cpu = cpu_seconds();
+            print_event("start");
+        }
+        struct client *c;
+        bool late = false;
+        while (!(c = find_free()) && now() < end + 30 * SECOND) {
+            late = true;
+            turn(now() + SECOND, false);
+        }
+        if (!c) die("no connection came free");
+        client_start(c);
+        /* What waited for a connection has waited from when it was due. */
+        if (late) c->sent_at = due;
+    }
+    cpu = cpu_seconds() - cpu;
+    print_event("stop");
+    wait_for_all(30);
+    print_result("rated", option.seconds, cpu);
+}
+
 static void run_streams(const char *mode) {
     option.total = 0;
     /* Spread over one pace, so that paced streams do not come in one heap. */
     for (long i = 0; i < option.connections; i++) {
-        uint64_t at = now() + PACE_MS * 1000000ull / (uint64_t)option.connections;
+        uint64_t at = now() + (uint64_t)option.pace * 1000000 / (uint64_t)option.connections;
         client_start(&clients[i]);
         while (now() < at) turn(at, true);
     }
@@ -383,7 +423,7 @@ static void run_streams(const char *mode) {
 int main(int argc, char **argv) {
     static const struct option names[] = {
         {"listen", 1, 0, 'l'}, {"via", 1, 0, 'v'}, {"path", 1, 0, 'p'}, {"token", 1, 0, 'k'}, {"connections", 1, 0, 'n'},
-        {"total", 1, 0, 't'}, {"body", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'}, {0, 0, 0, 0},
+        {"total", 1, 0, 't'}, {"body", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'}, {"pace", 1, 0, 'P'}, {"rate", 1, 0, 'r'}, {0, 0, 0, 0},
     };
     const char *listen_on[LISTEN_MAX];
     int listen_count = 0;
@@ -401,6 +441,8 @@ int main(int argc, char **argv) {
         case 'b': option.body = atol(optarg); break;
         case 's': option.seconds = atof(optarg); break;
         case 'W': option.warmup = atof(optarg); break;
+        case 'P': option.pace = atol(optarg); break;
+        case 'r': option.rate = atof(optarg); break;
         default: return 2;
         }
     }
@@ -410,7 +452,8 @@ int main(int argc, char **argv) {
     prepare_request();
     open_clients();
     if (!strcmp(mode, "requests")) run_requests();
+    else if (!strcmp(mode, "rated")) run_rated();
     else if (!strcmp(mode, "events") || !strcmp(mode, "paced")) run_streams(mode);
-    else die("usage: model serve|requests|events|paced [options]");
+    else die("usage: model serve|requests|rated|events|paced [options]");
     return 0;
 }

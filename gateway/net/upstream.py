@@ -70,14 +70,17 @@ class ConnectionKeeper(Protocol):
 class UpstreamConnection(Wire):
     """One connection to the provider; serves one exchange at a time."""
 
-    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_pool", "_reusable",
-                 "_settled", "_surplus", "_take_body", "reused")  # fmt: skip
+    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_pieces", "_pool", "_reusable",
+                 "_settled", "_surplus", "_take_body", "on_body", "reused")  # fmt: skip
 
     def __init__(self, pool: ConnectionKeeper, poller: Poller, sock: socket.socket, *, over_tls: bool) -> None:
         super().__init__(poller, sock)
         self._pool = pool
         self._over_tls = over_tls
         self._owner: UpstreamOwner | None = None
+        # The pieces of body in what was read last: httptools puts them in without a call of ours for each.
+        self._pieces: list[bytes] = []
+        self.on_body = self._pieces.append
         self._parser = httptools.HttpResponseParser(self)
         # Bytes of a head that is not whole; None while a body is read.
         self._head: bytes | None = b""
@@ -151,6 +154,10 @@ class UpstreamConnection(Wire):
                     return
             if data:
                 self._parser.feed_data(data)
+                pieces = self._pieces
+                if pieces:
+                    self._take_body(pieces[0] if len(pieces) == 1 else b"".join(pieces))
+                    pieces.clear()
         except (httptools.HttpParserError, httptools.HttpParserUpgrade):
             self._break(owner, clean=False)
             return
@@ -185,9 +192,6 @@ class UpstreamConnection(Wire):
     def on_message_begin(self) -> None:
         if self._complete:
             self._surplus = True
-
-    def on_body(self, body: bytes) -> None:
-        self._take_body(body)
 
     def on_message_complete(self) -> None:
         self._complete = True
