@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 from bench.load import Client, Server
 from bench.measure import run_client
 from bench.peers.base import Ground, Peer
-from bench.peers.model import MODEL_PEERS, ModelCommand, ModelGateway, ModelPeer
+from bench.peers.model import MODEL_PEERS, NAMED_PEERS, ModelCommand, ModelGateway, ModelPeer
 from bench.processes import rss_bytes
 from bench.records import Record, Run
 from bench.rounds import Scenario, Settings, Stage, run_rounds, take_latency, take_usage
@@ -126,14 +126,16 @@ class Paced(Scenario):
         events = int((seconds + _WARMUP_S + 1.5) * self._per_second)
         pace = 1000 // self._per_second
         route = cast(ModelPeer, peer).model_route().asking(f"bench=paced:{events}:{pace}")
-        options = ["--connections", str(self._streams), "--seconds", str(seconds), "--warmup", str(_WARMUP_S)]
+        # A quick run has fewer.
+        streams = min(self._streams, stage.settings.connections // 3)
+        options = ["--connections", str(streams), "--seconds", str(seconds), "--warmup", str(_WARMUP_S)]
         options += ["--pace", str(pace)]
         client = Client("paced", route, options, program="model")
         pids = peer.pids()
         result, usage = run_client(client, pids, stage.server, settled=False)
         take_usage(record, usage)
         record.values["events_per_s"] = result["events"] / result["seconds"]
-        record.values["delivered"] = result["events"] / result["seconds"] / (self._streams * self._per_second)
+        record.values["delivered"] = result["events"] / result["seconds"] / (streams * self._per_second)
         record.values["cpu_us_per_event"] = usage.peer / max(1, result["events"]) * 1e6
         record.values["rss_mb"] = rss_bytes(pids) / 1e6
         take_latency(record, result, "late_us", "late_")
@@ -154,12 +156,12 @@ def scenarios() -> list[Scenario]:
 
 
 def choose_peers(names: Sequence[str], commands: Sequence[str]) -> list[Peer]:
-    """Return the peers that are named (none: all), and others given as `NAME=COMMAND`. Raises ValueError."""
-    known = {peer.name: peer for peer in MODEL_PEERS}
+    """Return the peers that are named (none: those that are measured unasked), and others given as `NAME=COMMAND`. Raises ValueError."""
+    known = {peer.name: peer for peer in (*MODEL_PEERS, *NAMED_PEERS)}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no such peer: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    found: list[Peer] = [kind() for name, kind in known.items() if not names or name in names]
+    found: list[Peer] = [kind() for name, kind in known.items() if (name in names if names else kind in MODEL_PEERS)]
     for text in commands:
         name, separator, line = text.partition("=")
         if not separator or "{port}" not in line:
