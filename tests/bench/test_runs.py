@@ -1,5 +1,6 @@
 """Every suite once, for correctness: a run with errors, or whose audit lines do not equal what was made, must say so."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -11,10 +12,13 @@ from bench import egress
 from bench.load import Client
 from bench.peers import Peer
 from bench.peers.gateway import GatewayPeer
+from bench.processes import NotRunningError, Process, lacks_pipes
 from bench.records import Record, Run, summarize
 from bench.rounds import Scenario, Settings, Stage
 from tests.support.paths import CHECKOUT
 
+# A user of whom nothing else runs.
+USER = 60_704
 DROPPING = Path(__file__).with_name("dropping_proxy.py")
 
 
@@ -62,6 +66,25 @@ def test_a_checked_transfer_survives_restarts(tmp_path: Path) -> None:
     assert {each.peer for each in Run.load(tmp_path / "handover.json").records} == {
         "0-restarts", "2-restarts", "2-reloads",
     }  # fmt: skip
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="takes another user's pipes")
+def test_no_peer_runs_as_a_user_whose_pipe_memory_others_use_up(tmp_path: Path) -> None:
+    hog = (
+        "import fcntl, os, sys\n"
+        "try:\n  while True: fcntl.fcntl(os.pipe()[1], 1031, 1 << 20)\n"
+        "except OSError: print('full', flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    who: dict[str, Any] = {"user": USER, "group": USER, "extra_groups": []}
+    assert not lacks_pipes(USER)
+    with subprocess.Popen([sys.executable, "-c", hog], stdin=subprocess.PIPE, stdout=subprocess.PIPE, **who) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == b"full\n"
+        with pytest.raises(NotRunningError, match="pipe memory"):
+            Process(["true"], log=tmp_path / "log", uid=USER)
+        process.communicate()
+    assert not lacks_pipes(USER)
 
 
 def test_a_peer_that_drops_every_hundredth_connection_is_no_result(tmp_path: Path) -> None:
