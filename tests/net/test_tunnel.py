@@ -63,6 +63,26 @@ async def test_tls_to_the_connect_host_works_end_to_end() -> None:
         assert await client.read_exactly(5) == b"hello"
 
 
+async def test_an_international_name_is_one_name_to_rules_dns_tls_and_log() -> None:
+    name = "xn--bcher-kva.example"
+    authority = Authority()
+    async with DnsServer() as names, server_on(echo, 443, authority.server_context(name)):
+        names.script(name, Records((HTTPS_ADDRESS,)))
+        session = {"id": "s1", "network": "registries", "allow": ["bücher.example"], "deny": ["kaffee.bücher.example"]}
+        with gateway_process({"egress": {"nameservers": [names.address]}}, [session]) as gateway:
+            # Upper case, full-width letters and dots, the A-label, a dot at the end.
+            for spelling in ("BÜCHER.example", "ｂücher．ｅｘａｍｐｌｅ", "bücher。example.", name.upper()):
+                async with await opened(gateway, f"{spelling}:443") as client:
+                    await client.send(client_hello(name))
+                    assert (await client.read_exactly(1)) == b"\x16"
+            async with await gateway.client() as client:
+                reply = await client.tunnel("Kaffee.Ｂücher.example:443", GOOD)
+                assert (reply.status, reply.reason) == (403, "host_denied")
+            await gateway.await_audit("s1", event="refuse", host=f"kaffee.{name}")
+            assert {line["host"] for line in gateway.audit("s1") if line["event"] == "allow"} == {name}
+            assert names.count(name, "A") == 1
+
+
 async def test_a_hello_sent_with_the_head_is_read_too() -> None:
     async with https_gateway() as (gateway, _, _authority), await gateway.client() as client:
         reply = await client.tunnel("site.example:443", GOOD, early=client_hello("site.example"))
