@@ -41,7 +41,7 @@ _BARS: Final[tuple[tuple[str, str, str, dict[str, str]], ...]] = (
     ("idle-memory-per-tunnel", "Memory of an idle tunnel, KiB", "rss_kib_per_tunnel", {"idle": "idle"}),
     ("model-requests", "Model requests per second", "requests_per_s", {"2 KB": "requests-small", "115 KB": "requests-large"}),
     ("model-cpu", "CPU µs per model request", "cpu_us_per_request", {"2 KB": "requests-small", "115 KB": "requests-large"}),
-    ("model-events", "CPU µs per event", "cpu_us_per_event", {"as fast as taken": "events-stream", "1,000 paced": "paced-1000"}),
+    ("model-events", "CPU µs per event", "cpu_us_per_event", {"as fast as taken": "events-stream", "1,000 streams, 10/s": "paced-1000", "50/s": "paced-1000-fast"}),
     ("session-start", "From request to first output, ms", "ms", _STARTS),
     ("api-p50", "API, one at a time: p50, ms", "p50_ms", _API),
     ("api-p99", "API, one at a time: p99, ms", "p99_ms", _API),
@@ -56,8 +56,8 @@ _LATENCIES: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ),
     ("connect-latency", "", {"a connection, 32 at a time": "connections", "TLS": "connections-tls"}),
     ("model-latency", "", {"a small request": "requests-small", "a large one": "requests-large"}),
-    ("model-first-byte", "first_", {"first byte of a stream": "events-stream"}),
-    ("model-lateness", "late_", {"lateness of paced events": "paced-1000"}),
+    ("model-first-byte", "first_", {"first byte, quarter load": "first-byte", "of busy streams": "events-stream"}),
+    ("model-lateness", "late_", {"late, 10 events/s": "paced-1000", "50 events/s": "paced-1000-fast"}),
 )  # fmt: skip
 
 

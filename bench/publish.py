@@ -36,8 +36,10 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
         ("115 KB: CPU µs each", "requests-large", "cpu_us_per_request", ",.0f"),
         ("events/s", "events-stream", "events_per_s", ",.0f"),
         ("CPU µs each", "events-stream", "cpu_us_per_event", ".1f"),
-        ("1,000 paced streams: late p50 µs", "paced-1000", "late_p50_us", ",.0f"),
-        ("p99 µs", "paced-1000", "late_p99_us", ",.0f"),
+        ("first byte at a quarter of saturation: p50 µs", "first-byte", "first_p50_us", ",.0f"),
+        ("p99 µs", "first-byte", "first_p99_us", ",.0f"),
+        ("1,000 streams of 10 events/s: late p50 µs", "paced-1000", "late_p50_us", ",.0f"),
+        ("of 50/s: in time", "paced-1000-fast", "delivered", ".1%"),
     ),
     "sandbox": (
         ("one, ms", "start-1", "ms", ",.0f"),
@@ -70,7 +72,7 @@ TITLES: Final = {
 }
 PLOTS: Final = {
     "egress": ("throughput", "cpu-per-gb", "connections", "cpu-per-connection", "echo", "idle-memory"),
-    "model": ("model-cpu", "model-events", "model-latency"),
+    "model": ("model-cpu", "model-events", "model-first-byte", "model-lateness"),
     "sandbox": ("session-start",),
     "api": ("api-p99",),
     "handover": (),
