@@ -182,7 +182,10 @@ async def test_what_the_new_process_cannot_start_with_leaves_the_old_one_in_plac
             assert await client.read_exactly(1) == b"y"
 
 
-async def test_a_session_revoked_after_a_reload_loses_its_stream_in_the_old_process(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reloads", [1, 2])
+async def test_a_session_revoked_after_a_reload_loses_its_stream_in_an_old_process(
+    tmp_path: Path, reloads: int
+) -> None:
     story = Story()
     async with scripted(story.tell) as upstream:
         async with contracted(tmp_path, stored=8, model={"upstream": upstream.url}) as (gateway, path):
@@ -193,7 +196,8 @@ async def test_a_session_revoked_after_a_reload_loses_its_stream_in_the_old_proc
                 await client.send(message(stream=True))
                 await story.begun.wait()
                 await story.pieces.put(START)
-                await reloaded(gateway)
+                for _ in range(reloads):
+                    await reloaded(gateway)
                 second = await Control.connect(path)
                 await second.welcome()
                 assert gateway.manager is not None
@@ -206,7 +210,8 @@ async def test_a_session_revoked_after_a_reload_loses_its_stream_in_the_old_proc
             await second.close()
 
 
-async def test_what_the_old_process_streams_is_reported_by_the_new(tmp_path: Path) -> None:
+@pytest.mark.parametrize("reloads", [1, 2])
+async def test_what_an_old_process_streams_is_reported_by_the_newest(tmp_path: Path, reloads: int) -> None:
     story = Story()
     async with scripted(story.tell) as upstream:
         async with contracted(tmp_path, stored=8, model={"upstream": upstream.url}) as (gateway, path):
@@ -217,7 +222,8 @@ async def test_what_the_old_process_streams_is_reported_by_the_new(tmp_path: Pat
                 await client.send(message(stream=True))
                 await story.begun.wait()
                 await story.pieces.put(START)
-                await reloaded(gateway)
+                for _ in range(reloads):
+                    await reloaded(gateway)
                 second = await Control.connect(path)
                 assert (await second.welcome()).epoch == epoch
                 await second.snapshot(grant("s1"))
