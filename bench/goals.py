@@ -48,7 +48,8 @@ class _Judge:
         return pick(found) if found else None
 
     def ratio(self, text: str, ours: float | None, theirs: float | None, unit: str, least: float, most: float) -> Goal:
-        if ours is None or theirs is None or not theirs:
+        # CPU seconds come in hundredths: what took none was too little to be measured.
+        if not ours or not theirs:
             return Goal(text, "not measured", None)
         factor = ours / theirs
         return Goal(text, f"{ours:.3g} {unit} to {theirs:.3g}: {factor:.2f} x", least <= factor <= most)
