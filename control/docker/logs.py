@@ -10,7 +10,10 @@ import asyncio
 import codecs
 import contextlib
 import logging
+import math
+import time
 from collections.abc import Callable
+from datetime import datetime
 from typing import Final
 
 from control.docker.demultiplex import Demultiplexer
@@ -23,6 +26,8 @@ log = logging.getLogger(__name__)
 
 _RETRY_S: Final = 0.2
 _RETRY_MOST_S: Final = 5.0
+
+MAY_MISS: Final = "the engine was away when the container ended: what it printed meanwhile may be missing from the logs"
 
 _ERRORS: Final = "opificia.one-per-byte"
 
@@ -69,19 +74,28 @@ class LogFollower:
         self._tally = Tally(sink)
         self.attached = asyncio.Event()
 
-    async def run(self) -> None:
-        """Return when the container has ended, or is gone, and all its output is in the sink.
+    async def run(self) -> str:
+        """Return when the container has ended, or is gone, and all its output that there is is in the sink.
 
+        Returns what may be missing of it, one sentence; empty when it is whole.
         Raises EngineError when the engine refuses; an engine that is away is waited for, and so is a disk that is full.
         """
         retry_s = _RETRY_S
         # An attachment that ended while the engine stayed the same brought everything.
         attached_in: int | None = None
         followed_in: int | None = None
+        # Between which times the engine was away last.
+        away = (math.inf, 0.0)
+        last: int | None = None
+        gone_at = 0.0
         while True:
             try:
+                gone_at = gone_at or time.time()
                 await self._events.listening()
                 generation = self._events.generation
+                if last not in (None, generation):
+                    away = (gone_at, time.time())
+                last, gone_at = generation, 0.0
                 state = (await self._engine.call(lambda api: api.inspect_container(self._container)))["State"]
                 if state["Status"] == "created":
                     first = not self.attached.is_set()
@@ -92,7 +106,9 @@ class LogFollower:
                     if attached_in != generation:
                         # Also after following: the engine ends that before a last line without a newline.
                         await self._read_record(follow=False)
-                    return
+                    # With live-restore a container outlives the engine, and what it prints waits in a pipe for the engine's
+                    # return. If it ends before that, the pipe goes with it (Docker 20.10).
+                    return MAY_MISS if away[0] <= _seconds(state["FinishedAt"]) <= away[1] else ""
                 elif generation in (attached_in, followed_in):
                     # Both outputs are closed: by the program, by its end, which is not recorded yet, or by whatever is between
                     # us and the engine. The record tells, should the container still run after another look.
@@ -103,10 +119,12 @@ class LogFollower:
                     followed_in = generation
                 retry_s = _RETRY_S
             except NotFoundError:
-                return
+                return ""
             except (EngineUnavailableError, OSError) as error:
                 if isinstance(error, OSError):
                     log.warning("the output of container %s cannot be kept now: %s", self._container[:12], error)
+                else:
+                    gone_at = gone_at or time.time()
                 # Whatever an attachment brings after this comes from the record.
                 attached_in = followed_in = None
                 await asyncio.sleep(retry_s)
@@ -146,6 +164,13 @@ class LogFollower:
         query = {"follow": str(int(follow)), "stdout": "1", "stderr": "1"}
         path = f"/containers/{self._container}/logs"
         await self._engine.in_thread("GET", path, query, lambda stream: _demultiplex(stream, take))
+
+
+def _seconds(time_of_end: str) -> float:
+    try:
+        return datetime.fromisoformat(time_of_end).timestamp()
+    except ValueError:
+        return -math.inf
 
 
 def _demultiplex(stream: Stream, take: Callable[[LogStream, bytes], None]) -> None:

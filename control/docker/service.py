@@ -122,16 +122,17 @@ class DockerService:
             await follower.attached.wait()
         await self._engine.call(lambda api: api.start(container))
 
-    async def follow_logs(self, container: str, sink: LogSink) -> None:
+    async def follow_logs(self, container: str, sink: LogSink) -> str:
         """Bring all output to `sink`; return when the container has ended, or is gone, and its output is whole.
 
+        Returns a sentence when some of it may be missing all the same, else nothing.
         Begun before the start, it misses nothing. Begun later, it goes on behind `sink.position`. An engine that goes
         away is waited for.
         """
         follower = LogFollower(self._engine, self._events, container, sink)
         self._followers[container] = follower
         try:
-            await follower.run()
+            return await follower.run()
         finally:
             # Whoever waits to start it must not wait for a follower that failed.
             follower.attached.set()

@@ -31,8 +31,8 @@ class Engine(Protocol):
     async def start(self, container: str) -> None:
         """Start a container."""
 
-    async def follow_logs(self, container: str, sink: LogSink) -> None:
-        """Bring all output to `sink`; return when the container has ended and its output is whole."""
+    async def follow_logs(self, container: str, sink: LogSink) -> str:
+        """Bring all output to `sink`; return when the container has ended and its output is whole, else what is missing."""
 
     async def wait(self, container: str) -> ContainerExit:
         """Return how the container ended, when it has."""

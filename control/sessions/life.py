@@ -52,7 +52,7 @@ class Life:
         # A grace was named; one that is named while the container has its grace already shortens that.
         self._hurried = asyncio.Event()
         self._steps: asyncio.Task[None] | None = None
-        self._following: asyncio.Task[None] | None = None
+        self._following: asyncio.Task[str] | None = None
         self._revoking: asyncio.Task[None] | None = None
         self._logs: LogFiles | None = None
         self._started = self._adopted
@@ -305,7 +305,8 @@ class Life:
         if self._following is not None and self._started:
             try:
                 async with asyncio.timeout(LOGS_TIMEOUT_S):
-                    await self._following
+                    if note := await self._following:
+                        notes.append(note)
             except (TimeoutError, EngineError) as error:
                 notes.append(
                     f"the end of the logs could not be kept: {error or 'the engine hangs, or the disk is full'}"

@@ -59,8 +59,8 @@ class World:
 class Fault:
     """`cuts`: kinds of things that may fail while it lasts, and for `after_s`: `tunnel`, `model`, `launch`.
 
-    And `exit`: a container that ends in the moment in which the engine does has the exit code 255 (Docker 20.10 with
-    live-restore: the task is gone from containerd, and the engine had not written down how it ended).
+    And `exit`: with live-restore a container that ends while the engine is away loses what it has printed since, and in the
+    moment in which the engine goes also its exit code, which is 255 then (Docker 20.10).
     """
 
     name: str

@@ -210,7 +210,9 @@ async def problem_of(world: World, short: Short, windows: list[Window]) -> str:
         view = await ended(world.control, short.session)
     if how(view) == (SessionState.EXITED, Reason.EXIT_CODE, short.code):
         printed = log(world.host, short.session)
-        return "" if printed == b"%d\n" % short.number else f"{short}: it printed {printed!r}"
+        # What the engine itself has lost is told.
+        told = "may be missing" in view.message and explained(windows, "exit", short.begin, time.time())
+        return "" if printed == b"%d\n" % short.number or told else f"{short}: it printed {printed!r}"
     never_ran = view.reason in (Reason.ENGINE_ERROR, Reason.HOST_NOT_READY, Reason.GATEWAY_UNAVAILABLE)
     if how(view) == (SessionState.EXITED, Reason.EXIT_CODE, 255) and explained(
         windows, "exit", short.begin, time.time()

@@ -1,7 +1,9 @@
 """Sessions on an engine whose containers outlive its restarts (`live-restore`), as a site may have set it."""
 
 import asyncio
+import contextlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import docker
 import pytest
@@ -61,3 +63,36 @@ async def test_a_session_outlives_the_engine_with_all_its_output_and_its_true_ex
     await nothing_left(host, control, docker_client, session, volumes=False)
     # The next launch finds an engine that works.
     assert how(await ended(control, await launch(control, "exit 5")))[1:] == (Reason.EXIT_CODE, 5)
+
+
+@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "crashed"])
+async def test_output_that_the_engine_loses_is_told(
+    host: PrivateHost, control: ControlClient, engine: PrivateEngine, kill: bool
+) -> None:
+    """What a container prints while the engine is away is lost if it ends before the engine is back (Docker 20.10)."""
+    session = await launch(control, COUNT)
+    await running(control, session)
+    await until(lambda: counted(log(host, session)) > 5, "output")
+    await asyncio.to_thread(engine.stop_daemon, kill=kill)
+    # The way to the runner does not go through the engine; the runner ends soon after the session's command.
+    assert (await execute(control, session, "touch", "/work/end"))[0] == 0
+    runners = f"OPIFICIA_SESSION_ID={session}".encode()
+    await until(lambda: not processes_with(runners), "the end of the container")
+    await asyncio.to_thread(engine.start_daemon)
+    await ready(control)
+    view = await ended(control, session)
+    # 255: the engine does not know.
+    assert (view.state, view.reason) == (SessionState.EXITED, Reason.EXIT_CODE)
+    assert view.exit_code in (6, 255)
+    assert "may be missing" in view.message
+    counted(log(host, session))
+
+
+def processes_with(variable: bytes) -> list[str]:
+    """Return the processes that have this in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and variable in (entry / "environ").read_bytes().split(b"\0"):
+                found.append(entry.name)
+    return found

@@ -143,7 +143,7 @@ class FakeEngine:
                 container.output[stream] += data
                 container.changed.notify_all()
 
-    async def follow_logs(self, container: str, sink: LogSink) -> None:
+    async def follow_logs(self, container: str, sink: LogSink) -> str:
         found = self._find(container)
         while True:
             async with found.changed:
@@ -153,7 +153,7 @@ class FakeEngine:
                     if data:
                         sink.write(stream, data)
                 if complete:
-                    return
+                    return ""
                 await found.changed.wait()
 
     async def wait(self, container: str) -> ContainerExit:

@@ -2,9 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from datetime import UTC, datetime
 from typing import Any
 
-from control.docker.logs import LogFollower
+from control.docker.logs import MAY_MISS, LogFollower
 from control.docker.types import EngineUnavailableError, LogStream
 
 
@@ -30,19 +31,26 @@ class Stream:
 class Script:
     """Stands for engine and events: the container's states in turn (the last stays), and streams by what is asked for."""
 
-    generation = 1
-
     def __init__(self, states: list[str], **streams: list[Stream]) -> None:
         self._states = states
         self._streams = streams
+        self.generation = 1
         self.asked: list[str] = []
+        self.finished = datetime(2020, 1, 1, tzinfo=UTC)
+        self._away = False
 
     async def listening(self) -> None:
-        pass
+        if self._away:
+            self._away, self.finished = False, datetime.now(UTC)
+            self.generation += 1
+
+    def goes(self) -> None:
+        """Let the engine go, to be back at the next look; the container ends meanwhile."""
+        self._away = True
 
     async def call(self, _function: Callable[[Any], Any]) -> Any:
         state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
-        return {"State": {"Status": state, "Running": state == "running"}}
+        return {"State": {"Status": state, "Running": state == "running", "FinishedAt": self.finished.isoformat()}}
 
     async def in_thread(self, _method: str, path: str, _query: Any, consume: Callable[[Any], None]) -> None:
         name = path.rpartition("/")[2]
@@ -63,10 +71,10 @@ class Sink:
         self.kept += data
 
 
-async def follow(script: Any) -> bytes:
+async def follow(script: Any, missing: str = "") -> bytes:
     sink = Sink()
     async with asyncio.timeout(20):
-        await LogFollower(script, script, "c1", sink).run()
+        assert await LogFollower(script, script, "c1", sink).run() == missing
     return sink.kept
 
 
@@ -93,3 +101,16 @@ async def test_an_attachment_that_breaks_goes_on_from_the_record_behind_what_it_
         logs=[Stream(frame(b"one two ")), Stream(frame(b"one two three"))],
     )
     assert await follow(script) == b"one two three"
+
+
+async def test_output_of_a_container_that_ends_while_the_engine_is_away_is_told_to_be_missing_perhaps() -> None:
+    script = Script(["created", "exited"], logs=[Stream(frame(b"one "))])
+
+    class Going(Stream):
+        def read(self) -> bytes:
+            if not self._pieces:
+                script.goes()
+            return super().read()
+
+    script._streams["attach"] = [Going(frame(b"one "), breaks=True)]
+    assert await follow(script, MAY_MISS) == b"one "
