@@ -366,7 +366,7 @@ class Exchange:
             self._attach(connection)
         else:
             self._phase = Phase.CONNECTING
-        self._send(b"%b%b\r\n%b" % (ask.head(), framing, body))
+        self._send(b"".join((ask.head(), framing, b"\r\n", body)))
 
     def _attach(self, connection: UpstreamConnection) -> None:
         self._upstream = connection
