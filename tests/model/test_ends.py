@@ -10,6 +10,7 @@ import time
 import pytest
 
 from gateway.contract.policy import ModelBudget
+from gateway.core.model_reply import Reply
 from gateway.core.verdict import CloseReason
 from gateway.net import model_proxy
 from tests.model.harness import running_proxy, until
@@ -264,6 +265,22 @@ async def test_very_many_refusals_at_once_are_closed_without_waiting(
                 assert (await client.reply()).status == 401
         await until(lambda: proxy.gateway.model.client_count == 0)
         assert proxy.gateway.model._lingering == 0
+
+
+async def test_a_fault_of_ours_ends_the_request_and_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(_reply: Reply, _data: bytes) -> bytes:
+        raise RuntimeError("a fault of ours")
+
+    monkeypatch.setattr(Reply, "take", fail)
+    async with scripted(streaming) as upstream, running_proxy(upstream.url) as proxy, connected(proxy.port) as client:
+        await client.send(request())
+        assert await client.closed() == b""
+        await upstream.ended[0].wait()
+        await proxy.settled()
+        assert proxy.audit.lines[-1].reason == "upstream_failed"
+    assert "a fault of ours" in caplog.text
 
 
 async def test_draining_lets_streams_end_and_takes_no_more(provider: FakeProvider) -> None:

@@ -170,6 +170,30 @@ async def test_streams_over_tls_verified_by_a_ca_file(authority: trustme.CA, tmp
         await fake.close()
 
 
+async def test_a_large_body_goes_up_whole_over_tls_to_a_provider_that_reads_slowly(
+    authority: trustme.CA, tmp_path: object
+) -> None:
+    ca_file = f"{tmp_path}/ca.pem"
+    authority.cert_pem.write_to_path(ca_file)
+    body = bytes(range(256)) * 40_000
+    go = asyncio.Event()
+
+    async def handler(peer: Peer) -> None:
+        peer.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        await go.wait()
+        peer.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        assert await peer.request() == body
+        await peer.send(reply(b"{}"))
+
+    async with scripted(handler, tls=server_context(authority, "localhost")) as upstream:
+        url = f"https://localhost:{upstream.port}"
+        async with running_proxy(url, ca_file=ca_file) as proxy, connected(proxy.port) as client:
+            client.writer.write(request(body))
+            await until(lambda: bool(proxy.clients) and proxy.clients[0].is_paused)
+            go.set()
+            assert (await client.reply()).status == 200
+
+
 @pytest.mark.parametrize("wrong", ["name", "authority"])
 async def test_a_certificate_that_does_not_fit_is_not_accepted(
     wrong: str, authority: trustme.CA, tmp_path: object
