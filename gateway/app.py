@@ -209,6 +209,8 @@ class App:
             if successor is None:
                 await ending.stop(self._own_listeners)
             else:
+                # The service manager listens to the next process only.
+                watchdog.cancel()
                 await _close(ports)
                 await ending.drain_for(successor, predecessor)
             refresh.cancel()

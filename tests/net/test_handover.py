@@ -177,7 +177,7 @@ async def test_a_client_hello_may_come_in_two_lives() -> None:
 
 async def test_a_client_hello_has_one_deadline_over_all_restarts() -> None:
     async with server_on(None, 443):  # type: ignore[arg-type]
-        with gateway_process({"limits": {"hello_timeout_ms": 3000}}, stored=8) as gateway:
+        with gateway_process({"limits": {"hello_timeout_ms": 1600}}, stored=8) as gateway:
             async with await opened(gateway, f"{HTTPS_ADDRESS}:443") as client:
                 await client.send(b"\x16\x03\x01")
                 ended = asyncio.create_task(client.read_to_end())
@@ -262,6 +262,19 @@ async def test_a_head_may_come_in_two_lives() -> None:
             assert (await silent.tunnel(target, GOOD)).status == 200
 
 
+async def test_a_refusal_that_is_being_read_is_not_cut_off() -> None:
+    with gateway_process(stored=8) as gateway:
+        async with await gateway.client() as client:
+            head = f"CONNECT example.com:443 HTTP/1.1\r\nProxy-Authorization: {basic('s1', 'wrong')}\r\n\r\n"
+            await client.send(head.encode())
+            assert (await client.reader.read(1)) == b"H"
+            await restarted(gateway)
+            # Its client still talks, as one does that has not read the refusal; a reset would take the refusal with it.
+            assert left(gateway) == [(1, 0, 0)]
+            await client.send(b"x" * 50_000)
+            assert (await client.read_exactly(11)) == b"TTP/1.1 407"
+
+
 async def test_a_byte_budget_goes_on_to_its_last_byte() -> None:
     session = {"id": "s1", "egress_budget": {"bytes": 1000, "connections": 8}}
     with gateway_process(sessions=[session], stored=8) as gateway:
@@ -302,13 +315,13 @@ async def test_slots_are_held_and_waited_for_over_a_restart() -> None:
 
 
 async def test_the_idle_limit_counts_over_restarts() -> None:
-    with gateway_process({"limits": {"egress_idle_ms": 3000}}, stored=8) as gateway:
+    with gateway_process({"limits": {"egress_idle_ms": 1600}}, stored=8) as gateway:
         async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
             ended = asyncio.create_task(client.read_to_end())
             # Each life is shorter than the limit.
             async with asyncio.timeout(60):
                 while not ended.done():
-                    await asyncio.wait([ended], timeout=0.8)
+                    await asyncio.wait([ended], timeout=0.5)
                     await restarted(gateway)
             assert await ended == b""
             assert (await gateway.await_audit("s1", event="close"))["reason"] == "idle"

@@ -260,3 +260,27 @@ async def test_a_model_connection_between_two_requests_goes_on(by: str) -> None:
             assert b"message_stop" in (await client.reply()).body
             assert gateway.manager is not None
             await asyncio.to_thread(gateway.manager.restart if by == "restart" else gateway.manager.reload)
+
+
+async def test_only_the_main_process_feeds_the_watchdog() -> None:
+    story = Story()
+    async with telling(story.tell) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        manager.watchdog_s = 0.3
+        await asyncio.to_thread(gateway.restart)
+        async with connected(gateway) as client:
+            await client.send(message(stream=True))
+            await story.begun.wait()
+            await reloaded(gateway)
+            manager.messages.clear()
+            manager.unheard.clear()
+            # Both have had the time for it many times over.
+            await until(lambda: manager.messages.count("WATCHDOG=1") >= 10)
+            assert not manager.drained()
+            assert manager.unheard == []
+            for piece in (START, END, TOLD):
+                await story.pieces.put(piece)
+            await client.reply()
+        await until(manager.drained)
+        assert "Traceback" not in gateway.log()

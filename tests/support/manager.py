@@ -56,9 +56,13 @@ class Manager:
         self._log = log
         self._path = folder / "notify.sock"
         self.maximum = maximum
+        # WatchdogSec=; 0: none. Nobody is killed for it here.
+        self.watchdog_s = 0.0
         # By name, in the order they came: what the store holds.
         self.stored: list[tuple[str, int]] = []
         self.messages: list[str] = []
+        # Of processes that it does not listen to.
+        self.unheard: list[str] = []
         self.pid = 0
         self._ready = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -89,6 +93,8 @@ class Manager:
         self._ready = False
         kept = self.stored[:]
         environment = {**self._environment, "NOTIFY_SOCKET": str(self._path)}
+        if self.watchdog_s:
+            environment["WATCHDOG_USEC"] = str(int(self.watchdog_s * 1e6))
         if self.maximum:
             environment["FDSTORE"] = str(self.maximum)
         if kept:
@@ -187,6 +193,7 @@ class Manager:
             if sender == self.pid:
                 self.messages.append(data.decode())
             else:
+                self.unheard.append(data.decode())
                 fields = {}
             self._take(fields, descriptors)
 
