@@ -1,18 +1,21 @@
 """A reload puts a new process in the place of the running one: tunnels move, and a model stream ends where it began."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
 
+from gateway.core.parked import VERSION
 from tests.model.wire import STREAM_HEAD, Peer, chunked, scripted
 from tests.net.test_contract import Control, contracted, grant
 from tests.net.test_handover import until
 from tests.net.test_model import KEY, connected, message, write_key
 from tests.net.test_plain import ask
 from tests.net.test_tunnel import opened
+from tests.support.code import readable_code
 from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.origin import Exchange, origin, say_hello
 from tests.support.processes import ConditionTimeoutError
@@ -284,3 +287,35 @@ async def test_only_the_main_process_feeds_the_watchdog() -> None:
             await client.reply()
         await until(manager.drained)
         assert "Traceback" not in gateway.log()
+
+
+async def test_a_release_with_another_record_leaves_a_reload_undone_and_cuts_tunnels_at_a_restart_only() -> None:
+    with gateway_process(stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        # As /opt/opificia/current: what it leads to changes under the running process.
+        current, newer = gateway.base / "current", gateway.base / "newer"
+        shutil.copytree(readable_code() / "gateway", newer / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
+        module = newer / "gateway/core/parked.py"
+        module.write_text(module.read_text().replace(f"VERSION: Final = {VERSION}", f"VERSION: Final = {VERSION + 1}"))
+        current.symlink_to(readable_code())
+        manager.environment["PYTHONPATH"] = str(current)
+        await asyncio.to_thread(gateway.restart)
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            current.unlink()
+            current.symlink_to(newer)
+            first = gateway.pid
+            with pytest.raises(ConditionTimeoutError, match="not replaced"):
+                await reloaded(gateway)
+            assert gateway.pid == first
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            await asyncio.to_thread(gateway.restart)
+            assert await client.read_to_end() == b""
+            wrong = f"it is of version {VERSION}, and this gateway reads version {VERSION + 1}"
+            assert gateway.log().count(wrong) == 2
+            assert (await gateway.await_audit("s1", event="close"))["reason"] == "shutdown"
+            async with await opened(gateway, f"127.0.0.1:{server.port}") as other:
+                await reloaded(gateway)
+                await other.send(b"y")
+                assert await other.read_exactly(1) == b"y"

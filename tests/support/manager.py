@@ -52,7 +52,8 @@ class Manager:
         self._argv = argv
         self._uid = uid
         self._groups = groups
-        self._environment = environment
+        # Of the next process.
+        self.environment = dict(environment)
         self._log = log
         self._path = folder / "notify.sock"
         self.maximum = maximum
@@ -92,7 +93,7 @@ class Manager:
         assert not self.running
         self._ready = False
         kept = self.stored[:]
-        environment = {**self._environment, "NOTIFY_SOCKET": str(self._path)}
+        environment = {**self.environment, "NOTIFY_SOCKET": str(self._path)}
         if self.watchdog_s:
             environment["WATCHDOG_USEC"] = str(int(self.watchdog_s * 1e6))
         if self.maximum:
