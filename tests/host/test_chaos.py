@@ -29,6 +29,7 @@ import pytest
 from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
+from gateway.contract.limits import MIB
 from gateway.contract.policy import NetworkLevel
 from tests.host.chaos_faults import Schedule, Window, World, answering
 from tests.host.chaos_load import END, HOST, TUNNELS, WORKER, WORKER_EXIT, Operation, far_side, operations
@@ -60,7 +61,7 @@ def disks() -> Iterator[tuple[Path, Path]]:
     try:
         for path, (uid, gid, mode) in zip(made, owners, strict=True):
             path.mkdir()
-            options = f"size=64m,uid={uid},gid={gid},mode={mode}"
+            options = f"size=128m,uid={uid},gid={gid},mode={mode}"
             subprocess.run(["mount", "-t", "tmpfs", "-o", options, "opificia-chaos", str(path)], check=True)
         yield made
     finally:
@@ -82,10 +83,17 @@ class ChaosHost(PrivateHost):
 
     def __init__(self, engine: PrivateEngine, model: Model, disks: tuple[Path, Path], url: str, names: str) -> None:
         self._disks = disks
-        control = {**SETTINGS, "paths": {"data": str(disks[0])}, "store": {"url": url}}
+        # For hours, and for a machine that does other things too.
+        limits = {"log_bytes": 16 * MIB, "hello_timeout_ms": 60_000, "runner_reconnect_ms": 60_000}
+        control = {
+            **SETTINGS,
+            "limits": {**SETTINGS["limits"], **limits},
+            "paths": {"data": str(disks[0])},
+            "store": {"url": url},
+        }
         gateway: dict[str, dict[str, Any]] = {
             "egress": {"allow_loopback": True, "nameservers": [names]},
-            "limits": {"drain_ms": 5_000},
+            "limits": {"drain_ms": 5_000, "max_egress_log_lines": 1_000_000},
         }
         super().__init__(engine, model, control=control, gateway=gateway)
         self.gateway = Manager(  # type: ignore[misc]
