@@ -198,7 +198,7 @@ def answering(names: DnsServer) -> None:
 async def _memory_eaten(world: World) -> None:
     """A sandbox takes all memory that it may have, and is killed for it; the others must not notice."""
     view = await ended(world.control, await launch(world.control, f"exec {EAT}"))
-    assert how(view) == (SessionState.FAILED, Reason.OOM_KILLED, 137)
+    assert how(view) == (SessionState.FAILED, Reason.OOM_KILLED, 137), view
 
 
 _ALL = frozenset({"tunnel", "model", "launch"})
