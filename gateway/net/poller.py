@@ -16,10 +16,11 @@ from typing import Final
 EVENTS_PER_TURN: Final = 64
 # How long the poller looks again and again before it lets the loop sleep, once QUICK batches in a row came within this time
 # of the one before. To sleep and be woken costs a message more than it waits here, in time and in CPU (Linux does the same for
-# idle virtual machines: Documentation/virt/guest-halt-polling.rst). Who sends just too slowly makes it wait in vain once in
-# QUICK batches.
+# idle virtual machines: Documentation/virt/guest-halt-polling.rst). After it has waited in vain it wants AFTER_VAIN more of
+# them first: bursts with pauses between them, as of many model streams, would have it wait in vain after each.
 SPIN_S: Final = 50e-6
 QUICK: Final = 8
+AFTER_VAIN: Final = 24
 # Deferred work begins no other piece after this time before sockets are looked at again: a small message waits for one
 # piece of bulk, not for all tunnels'.
 TURN_S: Final = 0.001
@@ -64,7 +65,8 @@ class Poller:
         self._calling = False
         # Work that waits until all events of a batch are served, in the order it came.
         self._deferred: dict[Callback, None] = {}
-        # When the last batch was served, how many before it came quickly, and until when to look again without a sleep.
+        # When the last batch was served, how many came quickly (from below 0 after waiting in vain), and until when to look
+        # again without a sleep.
         self._served = 0.0
         self._quick = 0
         self._spin_end = 0.0
@@ -163,12 +165,15 @@ class Poller:
         batch = self._epoll.poll(0, EVENTS_PER_TURN)
         if not batch:
             return
-        self._quick = self._quick + 1 if time.monotonic() - self._served < SPIN_S else 0
+        if time.monotonic() - self._served < SPIN_S:
+            self._quick += 1
+        else:
+            self._quick = min(self._quick, 0)
         self._serve(batch)
         if self._deferred:
             self._run_deferred()
             # Bulk is so much work a batch that sleeping costs little beside it.
-            self._quick = 0
+            self._quick = min(self._quick, 0)
         self._served = time.monotonic()
         if self._quick >= QUICK:
             self._spin_end = self._served + SPIN_S
@@ -179,8 +184,11 @@ class Poller:
         """Look again, with a turn of the loop in between: its sockets and timers wait for none of this."""
         self._spinning = None
         self._on_ready()
-        if self._spinning is None and time.monotonic() < self._spin_end:
-            self._spinning = self._loop.call_soon(self._spin)
+        if self._spinning is None:
+            if time.monotonic() < self._spin_end:
+                self._spinning = self._loop.call_soon(self._spin)
+            else:
+                self._quick = -AFTER_VAIN
 
     def _serve(self, batch: list[tuple[int, int]]) -> None:
         turn = self._turn = self._turn + 1

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Callable, Iterator
 import pytest
 
 from gateway.net import poller as poller_module
-from gateway.net.poller import QUICK, SPIN_S, TURN_S, Poller
+from gateway.net.poller import AFTER_VAIN, QUICK, SPIN_S, TURN_S, Poller
 
 
 @pytest.fixture
@@ -342,9 +342,11 @@ async def test_does_not_let_the_loop_sleep_while_messages_come_quickly_and_rests
     await talk.messages(3)
     clock.now += 2 * SPIN_S
     await until(lambda: not poller.spinning)
-    # What comes after such a pause is alone again.
-    await talk.messages(1)
+    # What comes after such a pause is alone again, and more must come before another is risked.
+    await talk.messages(1 + AFTER_VAIN + QUICK - 1)
     assert not poller.spinning
+    await talk.messages(1)
+    assert poller.spinning
 
 
 async def test_rests_between_messages_that_come_slowly(
