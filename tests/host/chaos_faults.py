@@ -22,10 +22,9 @@ import docker
 from control.client import ControlClient, ControlUnavailableError
 from control.plan.firewall import rules
 from control.plan.network import NetworkSettings
-from control.plan.session import Reason, SessionState
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
-from tests.host.lives import EAT, ended, how, launch, until
+from tests.host.lives import EAT, ended, launch, until
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.engine import PrivateEngine
 from tests.support.host import PrivateHost
@@ -198,7 +197,8 @@ def answering(names: DnsServer) -> None:
 async def _memory_eaten(world: World) -> None:
     """A sandbox takes all memory that it may have, and is killed for it; the others must not notice."""
     view = await ended(world.control, await launch(world.control, f"exec {EAT}"))
-    assert how(view) == (SessionState.FAILED, Reason.OOM_KILLED, 137), view
+    # Whether the engine hears of the kill before the end is its own affair under such a load.
+    assert view.exit_code == 137, view
 
 
 _ALL = frozenset({"tunnel", "model", "launch"})
