@@ -57,6 +57,9 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
             help="one more peer; {port} is where it must listen, {upstream} (model) the provider's URL",
         )
         suite.add_argument("--scenario", action="append", metavar="NAME", help="only this, or all that begin so")
+    suite.set_defaults(litellm=False)
+    if name == "model":
+        suite.add_argument("--litellm", action="store_true", help="also LiteLLM's proxy, installed from PyPI at first")
     if name != "sandbox":
         suite.add_argument("--rounds", type=int, default=3)
     if proxies or everything:

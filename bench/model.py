@@ -107,7 +107,8 @@ class Events(Scenario):
         result, usage = run_client(client, peer.pids(), stage.server, settled=False)
         take_usage(record, usage)
         record.values["events_per_s"] = result["events"] / result["seconds"]
-        record.values["cpu_us_per_event"] = usage.peer / max(1, result["events"]) * 1e6
+        if result["events"]:
+            record.values["cpu_us_per_event"] = usage.peer / result["events"] * 1e6
         take_latency(record, result, "first_us", "first_")
         return [result]
 
@@ -136,7 +137,8 @@ class Paced(Scenario):
         take_usage(record, usage)
         record.values["events_per_s"] = result["events"] / result["seconds"]
         record.values["delivered"] = result["events"] / result["seconds"] / (streams * self._per_second)
-        record.values["cpu_us_per_event"] = usage.peer / max(1, result["events"]) * 1e6
+        if result["events"]:
+            record.values["cpu_us_per_event"] = usage.peer / result["events"] * 1e6
         record.values["rss_mb"] = rss_bytes(pids) / 1e6
         take_latency(record, result, "late_us", "late_")
         return [result]

@@ -7,7 +7,8 @@
  *   model paced    --via ADDR --path P --connections C --seconds S            streams of one event each --pace milliseconds
  *
  * What the provider answers is said by the query: `?bench=small` a short JSON reply, `?bench=events:N` a stream of N events
- * as fast as they are taken, `?bench=paced:N:MS` the same with MS milliseconds between two. Every event holds the moment it was sent,
+ * as fast as they are taken, `?bench=paced:N:MS` the same with MS milliseconds between two; or,
+ * because not every relay passes a query on, by a model of that name (--model) in the body. Every event holds the moment it was sent,
  * by the clock that both ends share, so that the client knows how late it comes. --token is sent as Bearer credentials.
  *
  * Output as of load.c. `requests` and `events` time a request from its first byte sent, `first_us` to the reply's first byte.
@@ -36,6 +37,7 @@ static const char SMALL[] =
 struct served {
     char head[HEAD_MAX];
     size_t head_size;
+    char asked[64]; /* what the body says of the kind of answer */
     uint64_t body_left, due, pace;
     long events_left, events; /* of the stream under way */
     bool streaming, paced;
@@ -105,6 +107,7 @@ static bool stream_turn(int fd) {
 static void answer(int fd) {
     struct served *s = &served[fd];
     char *kind = strstr(s->head, "bench=");
+    if (!kind) kind = strstr(s->asked, "bench=");
     s->head_size = 0;
     if (kind && !strncmp(kind, "bench=small", 11)) {
         char reply[1024];
@@ -127,6 +130,14 @@ static void answer(int fd) {
     else watch(fd, EPOLLIN | EPOLLOUT, (uint64_t)fd, EPOLL_CTL_MOD);
 }
 
+static void find_asked(struct served *s, const char *data, size_t size) {
+    const char *found = s->asked[0] ? NULL : memmem(data, size, "bench=", 6);
+    if (!found) return;
+    size_t left = size - (size_t)(found - data);
+    memcpy(s->asked, found, left < sizeof s->asked - 1 ? left : sizeof s->asked - 1);
+    s->asked[left < sizeof s->asked - 1 ? left : sizeof s->asked - 1] = 0;
+}
+
 static void serve_readable(int fd) {
     static char buffer[BUFFER];
     struct served *s = &served[fd];
@@ -137,6 +148,7 @@ static void serve_readable(int fd) {
             return;
         }
         s->body_left -= (uint64_t)size;
+        find_asked(s, buffer, (size_t)size);
         if (!s->body_left) answer(fd);
         return;
     }
@@ -156,6 +168,8 @@ static void serve_readable(int fd) {
     uint64_t body = length && length < end ? strtoull(length + 17, NULL, 10) : 0;
     uint64_t read = s->head_size - (size_t)(end + 4 - s->head);
     *end = 0;
+    s->asked[0] = 0;
+    find_asked(s, end + 4, read);
     s->body_left = body > read ? body - read : 0;
     if (!s->body_left) answer(fd);
 }
@@ -194,10 +208,10 @@ static int serve(const char **listen_on, int count) {
 /* ---- clients ---- */
 
 static struct {
-    const char *via, *path, *token;
+    const char *via, *path, *token, *model;
     long connections, total, body, pace;
     double seconds, warmup, rate;
-} option = {.path = "/v1/messages?bench=small", .connections = 16, .total = 1000, .body = 2000, .pace = 100, .rate = 100, .seconds = 3, .warmup = 0.5};
+} option = {.path = "/v1/messages?bench=small", .model = "claude-bench", .connections = 16, .total = 1000, .body = 2000, .pace = 100, .rate = 100, .seconds = 3, .warmup = 0.5};
 
 struct client {
     int fd;
@@ -310,8 +324,8 @@ static void prepare_request(void) {
                         option.path, authorization, option.body);
     request_size = (size_t)(size + option.body);
     char *body = request + size;
-    int begin = sprintf(body, "{\"model\":\"claude-bench\",\"max_tokens\":1024,\"stream\":%s,\"messages\":[{\"role\":\"user\",\"content\":\"",
-                        strstr(option.path, "small") ? "false" : "true");
+    int begin = sprintf(body, "{\"model\":\"%s\",\"max_tokens\":1024,\"stream\":%s,\"messages\":[{\"role\":\"user\",\"content\":\"",
+                        option.model, strstr(option.path, "small") ? "false" : "true");
     memset(body + begin, 'x', (size_t)(option.body - begin));
     memcpy(body + option.body - 4, "\"}]}", 4);
 }
@@ -423,7 +437,7 @@ static void run_streams(const char *mode) {
 int main(int argc, char **argv) {
     static const struct option names[] = {
         {"listen", 1, 0, 'l'}, {"via", 1, 0, 'v'}, {"path", 1, 0, 'p'}, {"token", 1, 0, 'k'}, {"connections", 1, 0, 'n'},
-        {"total", 1, 0, 't'}, {"body", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'}, {"pace", 1, 0, 'P'}, {"rate", 1, 0, 'r'}, {0, 0, 0, 0},
+        {"total", 1, 0, 't'}, {"body", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'}, {"pace", 1, 0, 'P'}, {"model", 1, 0, 'm'}, {"rate", 1, 0, 'r'}, {0, 0, 0, 0},
     };
     const char *listen_on[LISTEN_MAX];
     int listen_count = 0;
@@ -441,6 +455,7 @@ int main(int argc, char **argv) {
         case 'b': option.body = atol(optarg); break;
         case 's': option.seconds = atof(optarg); break;
         case 'W': option.warmup = atof(optarg); break;
+        case 'm': option.model = optarg; break;
         case 'P': option.pace = atol(optarg); break;
         case 'r': option.rate = atof(optarg); break;
         default: return 2;

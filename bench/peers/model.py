@@ -27,14 +27,18 @@ class ModelRoute:
     prefix: str = ""
     token: str = ""
     query: str = "bench=small"
+    # Whether the provider is told by the model's name, because the peer passes no query on.
+    by_model: bool = False
 
     def asking(self, query: str) -> "ModelRoute":
         """Return the same route with another query, which says how the provider is to answer."""
-        return ModelRoute(self.via, self.prefix, self.token, query)
+        return ModelRoute(self.via, self.prefix, self.token, query, self.by_model)
 
     def arguments(self) -> list[str]:
         """Return the load program's arguments for it."""
         found = ["--via", self.via, "--path", f"{self.prefix}/v1/messages?{self.query}"]
+        if self.by_model:
+            found += ["--model", self.query]
         return [*found, "--token", self.token] if self.token else found
 
 
