@@ -16,6 +16,16 @@ class InputError(Exception):
     """What the caller gave cannot be used; the message says why."""
 
 
+def put_aside(folder: Path, now: int) -> None:
+    """Rename the folder that an earlier session of this name left, if there is one.
+
+    The database does not know that session any more (it is an older backup): its journal and logs are not the new one's.
+    No session id has a dot, so the name is nobody's.
+    """
+    if folder.exists():
+        folder.rename(folder.with_name(f"{folder.name}.until-{now}"))
+
+
 def make(folder: Path) -> None:
     """Make a session's folder with an empty `in`."""
     folder.mkdir(mode=0o750, parents=True, exist_ok=True)

@@ -107,6 +107,7 @@ class SessionManager:
         stored = await self.store.insert(new, key, digest)
         if stored is new:
             record = self._records[session] = Record(new, self._folder / session)
+            await asyncio.to_thread(folders.put_aside, record.folder, new.created_at)
             await asyncio.to_thread(folders.make, record.folder)
             return new
         return self.view(stored)

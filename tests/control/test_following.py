@@ -134,3 +134,25 @@ async def test_what_a_session_says_while_it_is_stopped_is_kept_when_the_daemon_r
     (host.root / "go").touch()
     assert (await host.ended(session)).life.state is SessionState.STOPPED
     assert host.log(session) == b"first\nlast\n"
+
+
+async def test_a_session_begins_with_nothing_of_one_that_the_database_has_forgotten(host: Host) -> None:
+    """A database restored from before a session: its name is free again, and its folder is still there."""
+    session = await host.launch("echo", "old", session_id="mine")
+    await host.ended(session)
+    await host.cleaned(session)
+    await host.stop()
+    await host.forget()
+    await host.start()
+    go = host.root / "go"
+    await host.launch("sh", "-c", "echo new; until [ -e $0 ]; do sleep 0.05; done", str(go), session_id="mine")
+    await host.state(session, SessionState.RUNNING)
+    await until(lambda: host.log(session) == b"new\n", "its output, and nothing before it")
+    # The journal of the one before would end it here.
+    await host.stop()
+    await host.start()
+    go.touch()
+    assert (await host.ended(session)).life.state is SessionState.EXITED
+    assert host.log(session) == b"new\n"
+    (aside,) = (host.root / "sessions").glob("mine.until-*")
+    assert (aside / "stdout.log").read_bytes() == b"old\n"
