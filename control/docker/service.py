@@ -6,6 +6,7 @@ NotFoundError when the thing is gone. Only containers labelled with this install
 
 import asyncio
 import contextlib
+import errno
 from pathlib import Path
 from typing import Any, Final
 
@@ -230,7 +231,8 @@ class DockerService:
                 lambda stream: collect(stream, destination, limits),
             )
         except OSError as error:
-            raise EngineError(f"{destination} cannot be written: {error.strerror}.") from error
+            kind = EngineUnavailableError if error.errno in (errno.EMFILE, errno.ENFILE) else EngineError
+            raise kind(f"{destination} cannot be written: {error.strerror}.") from error
 
     async def prepare_host(self, plan: HostPlan) -> list[str]:
         """Make network, firewall rules, forwarder and helpers where they are missing or differ; return the changes."""

@@ -37,8 +37,12 @@ class Stream:
 
         Raises NotFoundError, EngineUnavailableError, EngineError.
         """
-        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._aborted = False
+        try:
+            self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            # A daemon without a descriptor left is no fault of a session's: it is worth another try.
+            raise unreachable(socket_path, error) from error
         try:
             self._socket.settimeout(head_timeout_s)
             self._socket.connect(socket_path)
@@ -122,6 +126,10 @@ def unreachable(socket_path: str, error: BaseException) -> EngineUnavailableErro
         return EngineUnavailableError(
             f"There is no Docker engine at {socket_path}.",
             "Install and start one (apt-get install docker.io), or correct [docker] socket.",
+        )
+    if "Too many open files" in text:
+        return EngineUnavailableError(
+            f"No descriptor is left to reach the Docker engine at {socket_path}.", "Raise LimitNOFILE of the unit."
         )
     if "timed out" in text:
         return EngineUnavailableError(

@@ -1,9 +1,13 @@
 """Bytes of the engine's streams: two outputs in one, what was taken of a record, an archive cut to its bounds."""
 
 import io
+import os
+import resource
+import socket
 import struct
 import tarfile
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -12,7 +16,8 @@ from hypothesis import strategies as st
 from control.docker.archive import TarCut
 from control.docker.demultiplex import Demultiplexer
 from control.docker.logs import Tally
-from control.docker.types import EngineError, LogStream, OutLimits, OutSummary
+from control.docker.stream import Stream
+from control.docker.types import EngineError, EngineUnavailableError, LogStream, OutLimits, OutSummary
 
 UNLIMITED = OutLimits(bytes=1 << 40, entries=1 << 20)
 
@@ -217,3 +222,20 @@ def test_a_changed_byte_raises_only_the_engines_error(position: int, value: int)
         cut(bytes(data), UNLIMITED)
     except EngineError:
         return
+
+
+def test_a_process_without_a_descriptor_left_finds_the_engine_unavailable_and_no_more(tmp_path: Path) -> None:
+    path = str(tmp_path / "docker.sock")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX) as engine:
+        engine.bind(path)
+        engine.listen()
+        # The lowest descriptor that is free is the next one to be given.
+        free = os.dup(engine.fileno())
+        os.close(free)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free, hard))
+        try:
+            with pytest.raises(EngineUnavailableError, match="No descriptor is left"):
+                Stream(path, "GET", "/version", {}, head_timeout_s=1)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
