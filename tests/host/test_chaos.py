@@ -48,6 +48,8 @@ SEED = int(os.environ.get("OPIFICIA_CHAOS_SEED", "0")) or random.SystemRandom().
 WORKERS = 2
 # What is killed is seen a moment later by whoever used it.
 SLACK_S = 2.0
+# The last one: control could not open the session's logs, for want of descriptors.
+NEVER_RAN = (Reason.ENGINE_ERROR, Reason.HOST_NOT_READY, Reason.GATEWAY_UNAVAILABLE, Reason.CONTROL_ERROR)
 PATIENCE_S = 180.0
 
 
@@ -221,7 +223,7 @@ async def problem_of(world: World, short: Short, windows: list[Window]) -> str:
         # What the engine itself has lost is told.
         told = "may be missing" in view.message and explained(windows, "exit", short.begin, time.time())
         return "" if printed == b"%d\n" % short.number or told else f"{short}: it printed {printed!r}"
-    never_ran = view.reason in (Reason.ENGINE_ERROR, Reason.HOST_NOT_READY, Reason.GATEWAY_UNAVAILABLE)
+    never_ran = view.reason in NEVER_RAN
     if how(view) == (SessionState.EXITED, Reason.EXIT_CODE, 255) and explained(
         windows, "exit", short.begin, time.time()
     ):
