@@ -59,11 +59,14 @@ def site(engine: PrivateEngine, scratch: Path, request: pytest.FixtureRequest) -
             _steps.append(("machine and release", time.monotonic() - started))
             yield made
     finally:
-        reporter = request.config.pluginmanager.get_plugin("terminalreporter")
-        if reporter is not None:
-            reporter.write_line("")
-            for name, seconds in _steps:
-                reporter.write_line(f"{seconds / 60:6.2f} min  {name}")
+        plugins = request.config.pluginmanager
+        reporter, capture = plugins.get_plugin("terminalreporter"), plugins.get_plugin("capturemanager")
+        if reporter is not None and capture is not None:
+            # What a passing test prints is kept back.
+            with capture.global_and_fixture_disabled():
+                reporter.write_line("")
+                for name, seconds in _steps:
+                    reporter.write_line(f"{seconds / 60:6.2f} min  {name}")
 
 
 @contextlib.contextmanager
