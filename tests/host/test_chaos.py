@@ -44,7 +44,8 @@ from tests.support.postgres import Postgres
 from tests.support.sandbox import IMAGE
 
 SECONDS = float(os.environ.get("OPIFICIA_CHAOS_SECONDS", "0"))
-SEED = int(os.environ.get("OPIFICIA_CHAOS_SEED", "0")) or random.SystemRandom().randrange(1, 1 << 31)
+# One order by default, so that two runs of all tests ask the same; 0 draws one.
+SEED = int(os.environ.get("OPIFICIA_CHAOS_SEED", "12")) or random.SystemRandom().randrange(1, 1 << 31)
 WORKERS = 2
 # What is killed is seen a moment later by whoever used it.
 SLACK_S = 2.0
