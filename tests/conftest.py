@@ -1,7 +1,9 @@
-"""What every folder shares: the images, and the time each folder took."""
+"""What every folder shares: the images, the time each folder took, and the place of the longest tests."""
 
 import os
+import time
 from collections import defaultdict
+from typing import Final
 
 import pytest
 
@@ -10,6 +12,11 @@ from control.images.recipes import IMAGES as RECIPES
 from control.images.recipes import recipe
 from tests.support.paths import IMAGES
 
+# All tests are to be done in 25 minutes, wherever they run: the deployment to a server of its own needs eight of them.
+DEPLOY_BEGINS_WITHIN_S: Final = 16 * 60.0
+
+_begun = time.monotonic()
+_deploys: bool | None = None
 _seconds: defaultdict[str, float] = defaultdict(float)
 _tests: defaultdict[str, int] = defaultdict(int)
 
@@ -21,6 +28,22 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("engine" in getattr(item, "fixturenames", ()) for item in session.items):
         for name in RECIPES:
             build(recipe(name), IMAGES)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put the deployment last."""
+    items.sort(key=lambda item: item.get_closest_marker("deploy") is not None)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave the deployment out where the others took too long, as on a machine that had to build every image first."""
+    global _deploys
+    if item.get_closest_marker("deploy") is None:
+        return
+    if _deploys is None:
+        _deploys = time.monotonic() - _begun < DEPLOY_BEGINS_WITHIN_S
+    if not _deploys:
+        pytest.skip("no time is left for the deployment to a server of its own: scripts/test -m deploy")
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
