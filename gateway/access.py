@@ -1,7 +1,8 @@
 """The audit log: `<dir>/<session>.log`, JSON lines, at most `max_lines` a session and then one line that says so.
 
-The event loop only queues; a thread of the log's own writes, so a slow or full disk never stalls a tunnel. A sandbox that
-makes a million refused requests costs a comparison each, no memory and no disk.
+A thread of the log's own writes, so a slow or full disk never stalls a tunnel. It finds finished lines: a thread that encoded a
+batch of them would keep the interpreter, and the event loop would wait for the whole batch. A sandbox that makes a million
+refused requests costs a comparison each, no memory and no disk.
 """
 
 import contextlib
@@ -60,9 +61,6 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
     model: ModelCost | None = None
 
 
-_Fields = tuple[str, str, str, int, str, str, int, int, int, ModelCost | None]
-
-
 class _File:
     __slots__ = ("fd", "lines")
 
@@ -77,7 +75,7 @@ class AuditLog:
     def __init__(self, directory: str, max_lines: int) -> None:
         self._directory = Path(directory) if directory else None
         self._max_lines = max_lines
-        self._queue: deque[tuple[str, float, _Fields]] = deque()
+        self._queue: deque[tuple[str, bytes]] = deque()
         self._written: dict[str, int] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._encode = msgspec.json.Encoder().encode
@@ -122,8 +120,11 @@ class AuditLog:
         if not host.isascii():
             # JSON may hold U+2028, and some readers of lines end a line there.
             host = host.encode("ascii", "backslashreplace").decode()
-        line = (event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms, model)
-        self._queue.append((session, time.time() if at is None else at, line))
+        now = datetime.fromtimestamp(time.time() if at is None else at, UTC)
+        line = AuditLine(
+            now, session, event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms, model
+        )
+        self._queue.append((session, self._encode(line) + b"\n"))
         if not self._wake.is_set():
             self._wake.set()
 
@@ -156,9 +157,8 @@ class AuditLog:
         batches: dict[str, list[bytes]] = {}
         # No more than there is now: whoever writes on and on must not keep the first line from the disk.
         for _ in range(len(self._queue)):
-            session, at, line = self._queue.popleft()
-            encoded = self._encode(AuditLine(datetime.fromtimestamp(at, UTC), session, *line))
-            batches.setdefault(session, []).append(encoded + b"\n")
+            session, line = self._queue.popleft()
+            batches.setdefault(session, []).append(line)
         for session, lines in batches.items():
             self._append(session, lines)
 

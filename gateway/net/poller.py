@@ -16,9 +16,11 @@ from typing import Final
 EVENTS_PER_TURN: Final = 64
 # How long the poller looks again and again before it lets the loop sleep, once QUICK batches in a row came within this time
 # of the one before. To sleep and be woken costs a message more than it waits here, in time and in CPU (Linux does the same for
-# idle virtual machines: Documentation/virt/guest-halt-polling.rst). After it has waited in vain it wants AFTER_VAIN more of
-# them first: bursts with pauses between them, as of many model streams, would have it wait in vain after each.
-SPIN_S: Final = 50e-6
+# idle virtual machines: Documentation/virt/guest-halt-polling.rst). It is longer than a message there and back takes on
+# loopback where cores fall asleep (60 to 100 us): with less, it would wait in vain again and again. After it has waited in vain
+# it wants AFTER_VAIN more of them first: bursts with pauses between them, as of many model streams, would have it wait in vain
+# after each.
+SPIN_S: Final = 120e-6
 QUICK: Final = 8
 AFTER_VAIN: Final = 24
 # Deferred work begins no other piece after this time before sockets are looked at again: a small message waits for one
