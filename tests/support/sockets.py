@@ -175,7 +175,8 @@ class Server:
     def __init__(self, handler: Handler | None = None) -> None:
         self._handler = handler
         self._server: asyncio.Server | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
+        # Each connection's task and writer, from the moment it was accepted.
+        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
         self._changed = asyncio.Condition()
         self.conversations: list[Conversation] = []
 
@@ -203,9 +204,17 @@ class Server:
         """Stop listening and drop every connection."""
         assert self._server is not None, "the server is not started"
         self._server.close()
-        for task in self._tasks:
+        # What was accepted a moment ago becomes a connection in the loop's next turns.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        left = dict(self._open)
+        for task in left:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*left, return_exceptions=True)
+        # A task that was cancelled before its first step has closed nothing.
+        for writer in left.values():
+            writer.transport.abort()
+        await asyncio.sleep(0)
         await self._server.wait_closed()
 
     async def __aenter__(self) -> Self:
@@ -215,10 +224,12 @@ class Server:
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
 
-    async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        self._tasks.add(task)
+    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
+        self._open[task] = writer
+        task.add_done_callback(self._open.pop)
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
             if self._handler is None:
                 await self._record(reader)
@@ -227,7 +238,6 @@ class Server:
         except (ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
             pass  # the test's client went away; what it saw is what the test looks at
         finally:
-            self._tasks.discard(task)
             writer.close()
             try:
                 await writer.wait_closed()
