@@ -163,9 +163,12 @@ async def test_a_full_disk_fails_the_impatient_and_holds_the_patient(
     recorder: Recorder, record: Record, store: Flaky, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     full = True
+    refused = 0
 
     def append(path: Path, events: list[StoredEvent]) -> None:
+        nonlocal refused
         if full:
+            refused += 1
             raise OSError(28, "No space left on device")
         write(path, events)
 
@@ -175,7 +178,9 @@ async def test_a_full_disk_fails_the_impatient_and_holds_the_patient(
         await recorder.record(record, LaunchRequested(), patient=False)
     assert record.number == 0
     waiting = asyncio.create_task(recorder.record(record, LaunchRequested()))
-    await asyncio.sleep(0.05)
+    async with asyncio.timeout(30):
+        while refused < 2:
+            await asyncio.sleep(0)
     assert not waiting.done()
     full = False
     assert isinstance(await waiting, Session)
