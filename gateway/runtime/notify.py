@@ -1,10 +1,13 @@
 """What a daemon tells systemd (sd_notify(3)). Does nothing elsewhere."""
 
 import asyncio
+import logging
 import os
 import socket
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+
+log = logging.getLogger(__name__)
 
 # A watchdog is fed this often within its time: one late turn of a loaded machine is not a hang.
 _FEEDINGS = 3
@@ -48,12 +51,17 @@ def watchdog_s(environment: Mapping[str, str] = os.environ) -> float | None:
 async def feed_watchdog(prove: Callable[[], Awaitable[object]], environment: Mapping[str, str] = os.environ) -> None:
     """Say WATCHDOG=1 each time that `prove` has returned; returns at once where nobody wants it.
 
-    What does not make progress never returns from `prove`, and the service manager restarts it.
+    What does not make progress never returns from `prove`, and the service manager restarts it. It does so as well when
+    `prove` raises, and then the log says why.
     """
     interval = watchdog_s(environment)
     if interval is None:
         return
-    while True:
-        await prove()
-        notify("WATCHDOG=1", environment)
-        await asyncio.sleep(interval / _FEEDINGS)
+    try:
+        while True:
+            await prove()
+            notify("WATCHDOG=1", environment)
+            await asyncio.sleep(interval / _FEEDINGS)
+    except Exception:
+        log.exception("the watchdog is fed no more: the service manager will restart this process")
+        raise

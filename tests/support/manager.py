@@ -21,7 +21,8 @@ from tests.support.processes import ConditionTimeoutError, spawn, state, stop, w
 
 _MAX_FDS: Final = 253
 _CREDENTIALS: Final = struct.Struct("3i")
-# Becomes the daemon: only the process itself can say LISTEN_PID, and put descriptors where they must be, from 3 on.
+# Becomes the daemon: only the process itself can say LISTEN_PID and WATCHDOG_PID, and put descriptors where they must be,
+# from 3 on.
 _BECOME: Final = """
 import fcntl, os, sys
 given = [int(each) for each in sys.argv[1].split(",") if each]
@@ -30,7 +31,7 @@ for each in given:
     os.close(each)
 for index, each in enumerate(high):
     os.dup2(each, 3 + index, inheritable=True)
-os.environ["LISTEN_PID"] = str(os.getpid())
+os.environ["LISTEN_PID"] = os.environ["WATCHDOG_PID"] = str(os.getpid())
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 
