@@ -44,8 +44,9 @@ from control.sessions.record import Record, Recorder
 log = logging.getLogger(__name__)
 
 PING_MS: Final = 20_000
-# Events that wait for the disk; a runner that sends more is read no further meanwhile.
+# Events that wait for the disk, and their bytes; a runner that sends more is read no further meanwhile.
 MAX_BATCH: Final = 256
+MAX_BATCH_BYTES: Final = 1024 * 1024
 # What all reports of one session may take in the journal and the database. Completions are outside of it.
 MAX_RECORDED_EVENTS: Final = 100_000
 MAX_RECORDED_BYTES: Final = 64 * 1024 * 1024
@@ -54,6 +55,8 @@ MAX_DOCUMENT_BYTES: Final = 64 * 1024
 MAX_HELLOS: Final = 10_000
 # Output of a run that its reader has yet to take, and how long the runner is held back for a slow reader.
 MAX_UNREAD_BYTES: Final = 4 * 1024 * 1024
+# What a message takes beside its text: empty ones are not free.
+OVERHEAD_BYTES: Final = 256
 SLOW_READER_S: Final = 30.0
 
 
@@ -98,7 +101,7 @@ class RunHandle:
             self.fail("its output was not read for too long")
             return
         self._unread.append(output)
-        self._unread_bytes += len(output.data)
+        self._unread_bytes += len(output.data) + OVERHEAD_BYTES
         self._changed.set()
 
     def finish(self, completed: Completed) -> None:
@@ -119,7 +122,7 @@ class RunHandle:
         while True:
             if self._unread:
                 output = self._unread.popleft()
-                self._unread_bytes -= len(output.data)
+                self._unread_bytes -= len(output.data) + OVERHEAD_BYTES
                 self._taken.set()
                 return output
             if self._failed:
@@ -147,6 +150,7 @@ class Channel:
         self._recorder = recorder
         self._frame_bytes = frame_bytes
         self._connection: Connection | None = None
+        # Those whose end is not recorded yet.
         self._runs: dict[str, RunHandle] = {}
         self._seq = record.life.runner_seq
         # The first event after a hello may skip numbers: acknowledged output is not recorded.
@@ -155,6 +159,7 @@ class Channel:
         self._recorded_events = 0
         self._recorded_bytes = 0
         self._batch: list[Sequenced] = []
+        self._batch_bytes = 0
         self._filled = asyncio.Event()
         self._flushed = asyncio.Event()
         self._closed = False
@@ -181,8 +186,8 @@ class Channel:
         # What the old connection brought and is not on disk yet is in the batch, which is kept.
         self._resumed = True
         await connection.send(Welcome(PROTOCOL_VERSION, self.record.id, self._seq, PING_MS, self._frame_bytes))
-        for run in self._runs.values():
-            if run.message.run not in hello.runs and not run.completed.done():
+        for run in list(self._runs.values()):
+            if run.message.run not in hello.runs:
                 await connection.send(run.message)
         self.gone.clear()
         self.present.set()
@@ -226,11 +231,13 @@ class Channel:
             return
         if message.seq != self._seq + 1 and not self._resumed:
             raise FrameError("sequence", f"event {message.seq} came where {self._seq + 1} was due")
-        while len(self._batch) >= MAX_BATCH:
+        while len(self._batch) >= MAX_BATCH or self._batch_bytes >= MAX_BATCH_BYTES:
             self._flushed.clear()
             await self._flushed.wait()
         self._seq, self._resumed = message.seq, False
-        self._batch.append(message)
+        kept = _kept(message)
+        self._batch.append(kept)
+        self._batch_bytes += _size(kept)
         self._filled.set()
         if isinstance(message, Output) and (run := self._runs.get(message.run)) is not None:
             try:
@@ -245,12 +252,12 @@ class Channel:
             await self._filled.wait()
             self._filled.clear()
             while self._batch:
-                batch, self._batch = self._batch, []
+                batch, self._batch, self._batch_bytes = self._batch, [], 0
                 events = [event for message in batch if (event := self._event(message)) is not None]
                 if events:
                     await self._recorder.record_all(self.record, events)
                 for message in batch:
-                    if isinstance(message, Completed) and (run := self._runs.get(message.run)) is not None:
+                    if isinstance(message, Completed) and (run := self._runs.pop(message.run, None)) is not None:
                         run.finish(message)
                 self._flushed.set()
                 await self._send(Ack(batch[-1].seq))
@@ -292,19 +299,16 @@ class Channel:
                 )
             case Status():
                 event: Event = RunnerStatus(message.seq, message.status, message.detail)
-                size = len(message.status) + len(message.detail)
             case ToolCall():
-                event = ToolCalled(message.seq, message.call, message.name, _bounded(message.arguments))
-                size = len(bytes(message.arguments))
+                event = ToolCalled(message.seq, message.call, message.name, message.arguments)
             case ToolResult():
-                event = ToolReturned(message.seq, message.call, message.ok, _bounded(message.content))
-                size = len(bytes(message.content))
-        return event if self._room(size) else None
+                event = ToolReturned(message.seq, message.call, message.ok, message.content)
+        return event if self._room(_size(message)) else None
 
     def _room(self, size: int) -> bool:
         full = self._recorded_events >= MAX_RECORDED_EVENTS or self._recorded_bytes >= MAX_RECORDED_BYTES
         self._recorded_events += 1
-        self._recorded_bytes += min(size, MAX_DOCUMENT_BYTES) + 128
+        self._recorded_bytes += size
         if full and self._recorded_events == MAX_RECORDED_EVENTS + 1:
             log.warning("session %s: its runner has reported as much as is kept; the rest is dropped", self.record.id)
         return not full
@@ -318,8 +322,38 @@ class NotAllowedError(Exception):
         self.refusal = refusal
 
 
+def _kept(message: Sequenced) -> Sequenced:
+    """Return what of a message is kept until it is on disk: its documents bounded, nothing of an output's text."""
+    match message:
+        case Output():
+            return msgspec.structs.replace(message, data="")
+        case ToolCall():
+            return msgspec.structs.replace(message, arguments=_bounded(message.arguments))
+        case ToolResult():
+            return msgspec.structs.replace(message, content=_bounded(message.content))
+        case _:
+            return message
+
+
+def _size(message: Sequenced) -> int:
+    """Return about how many bytes a kept message takes."""
+    match message:
+        case Status():
+            return OVERHEAD_BYTES + len(message.status) + len(message.detail)
+        case ToolCall():
+            return OVERHEAD_BYTES + len(bytes(message.arguments))
+        case ToolResult():
+            return OVERHEAD_BYTES + len(bytes(message.content))
+        case _:
+            return OVERHEAD_BYTES
+
+
 def _bounded(document: msgspec.Raw) -> msgspec.Raw:
+    """Return a document without the white space between its parts, or its size if it is too large.
+
+    A newline there would break the journal and the API's streams of events, which have one line for an event.
+    """
     size = len(bytes(document))
     if size <= MAX_DOCUMENT_BYTES:
-        return document.copy()
+        return msgspec.Raw(msgspec.json.format(bytes(document), indent=-1))
     return msgspec.Raw(msgspec.json.encode({"truncated": True, "bytes": size}))

@@ -204,8 +204,8 @@ class Outbox:
         self._last = 0
         self._sent = 0
 
-    def put(self, kind: str, **fields: Any) -> None:
-        """Number and keep an event; waits while too much is kept."""
+    def put(self, kind: str, **fields: Any) -> int:
+        """Number and keep an event, and return its number; waits while too much is kept."""
         with self._changed:
             while self._bytes >= self._limit:
                 self._changed.wait()
@@ -214,6 +214,7 @@ class Outbox:
             self._kept.append((self._last, text))
             self._bytes += len(text)
             self._changed.notify_all()
+            return self._last
 
     def ack(self, seq: int) -> None:
         """Forget the events up to `seq`."""
@@ -265,6 +266,8 @@ class Run:
         self._timeout_s: float | None = message.get("timeout_ms", 0) / 1000 or None
         self._process: subprocess.Popen[bytes] | None = None
         self.done = threading.Event()
+        # The number of the event that tells its end; 0 before.
+        self.end_seq = 0
         self._cancelled = False
         threading.Thread(target=self._live, args=(message,), daemon=True).start()
 
@@ -389,7 +392,8 @@ class Run:
             pass
 
     def _complete(self, exit_code: int, timed_out: bool = False, error: str = "") -> None:
-        self._outbox.put("completed", run=self.id, exit_code=exit_code, timed_out=timed_out, error=error[:1000])
+        told = {"exit_code": exit_code, "timed_out": timed_out, "error": error[:1000]}
+        self.end_seq = self._outbox.put("completed", run=self.id, **told)
         self.done.set()
 
     def _signal(self, number: int) -> None:
@@ -472,6 +476,7 @@ class Runner:
             room = (welcome["frame_bytes"] - FRAME_OVERHEAD_BYTES) // JSON_FACTOR
             self._outbox.chunk_bytes = max(1, min(CHUNK_BYTES, room))
             self._outbox.resume(welcome["seq"])
+            self._forget_runs(welcome["seq"])
             threading.Thread(target=self._write, args=(connection, stopped), daemon=True).start()
             while True:
                 code = self._handle(connection, json.loads(connection.receive()))
@@ -507,11 +512,16 @@ class Runner:
             connection.send(json.dumps({"type": "pong", "nonce": message.get("nonce", "")}))
         elif kind == "ack":
             self._outbox.ack(message["seq"])
+            self._forget_runs(message["seq"])
         elif kind == "shutdown":
             self._end_runs(message.get("grace_ms", 5000) / 1000)
             return int(message.get("exit_code", 0))
         # Anything else is from a later version, or an error about a frame of ours: there is nothing to do about it.
         return None
+
+    def _forget_runs(self, acked: int) -> None:
+        """Forget the runs whose end control has: it gives them to nobody again, and there may be very many."""
+        self._runs = {name: run for name, run in self._runs.items() if not 0 < run.end_seq <= acked}
 
     def _end_runs(self, grace_s: float) -> None:
         live = [run for run in list(self._runs.values()) if not run.done.is_set()]

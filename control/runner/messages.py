@@ -3,7 +3,7 @@
 The runner says `hello` first; control answers `welcome` with the number of the last event that it has. From then on the
 runner sends events, each with the next `seq` (from 1, without gaps), and keeps them until control's `ack`. After a lost
 connection it sends again what lies above `welcome.seq`, so nothing is lost and nothing counted twice. Control does the
-same with its `run`s: a runner's `hello` names the runs that it knows, the others are sent again.
+same with its `run`s: a runner's `hello` names the runs that it knows, the others that have not ended are sent again.
 
 All that a runner says is the word of untrusted code: bounded, strict, and never the reason for anything but itself.
 """
@@ -41,7 +41,10 @@ class Stream(enum.StrEnum):
 
 
 class Hello(msgspec.Struct, frozen=True, tag="hello"):
-    """Runner → control, first. `instance` is new for every runner process; `runs` are all runs that it was given."""
+    """Runner → control, first. `instance` is new for every runner process.
+
+    `runs` are all runs that it was given, but for those whose end is acknowledged.
+    """
 
     version: int
     instance: Name

@@ -23,14 +23,38 @@ SEND_S: Final = 30.0
 MAX_CONNECTIONS_PER_SESSION: Final = 4
 # Errors answered on one connection; a runner with more of them does not speak the protocol.
 MAX_ERRORS: Final = 100
+# Frames of one connection in a row. What has arrived is there without waiting, thousands of them at once.
+FRAMES_A_TURN: Final = 64
 
 
 class RunnerConnection:
-    """One WebSocket, with bounded sending."""
+    """One WebSocket: bounded sending, and reading that lets others have their turns."""
 
     def __init__(self, socket: web.WebSocketResponse) -> None:
         self._socket = socket
         self._sending = asyncio.Lock()
+        self._received = 0
+
+    async def receive(self) -> FromRunner:
+        """Return the next message. Raises FrameError for a frame that is none; ConnectionError when it was the last."""
+        while True:
+            self._received += 1
+            if self._received % FRAMES_A_TURN == 0:
+                await asyncio.sleep(0)
+            frame = await self._socket.receive()
+            match frame.type:
+                case WSMsgType.TEXT:
+                    return decode(frame.data)
+                case WSMsgType.BINARY:
+                    raise FrameError("malformed", "messages are text frames")
+                case WSMsgType.PING:
+                    await self._socket.pong(frame.data)
+                case WSMsgType.PONG:
+                    continue
+                case WSMsgType.ERROR:
+                    raise ConnectionError(f"it broke the protocol: {frame.data}")
+                case _:
+                    raise ConnectionError("it was closed")
 
     async def send(self, message: ToRunner) -> None:
         """Send a message. Raises ConnectionError when the peer is gone or does not read."""
@@ -86,8 +110,8 @@ class RunnerServer:
             raise web.HTTPTooManyRequests(text="too many connections of this session\n")
         self._connections[session] = self._connections.get(session, 0) + 1
         try:
-            # No compression: a few bytes could unfold to gigabytes.
-            socket = web.WebSocketResponse(max_msg_size=self._frame_bytes, compress=False, autoclose=True)
+            # No compression: a few bytes could unfold to gigabytes. No answers to pings but ours: they take turns too.
+            socket = web.WebSocketResponse(max_msg_size=self._frame_bytes, compress=False, autoping=False)
             try:
                 await socket.prepare(request)
             except ConnectionError as error:
@@ -109,11 +133,11 @@ class RunnerServer:
         pinging = asyncio.create_task(self._ping(connection), name="runner-ping")
         try:
             async with asyncio.timeout(HELLO_S):
-                first = await self._frame(socket)
+                first = await connection.receive()
             if not isinstance(first, Hello):
                 raise FrameError("hello_expected", "the first message must be hello")
             await channel.hello(connection, first)
-            await self._listen(socket, connection, channel)
+            await self._listen(connection, channel)
         except FrameError as error:
             await self._complain(connection, error)
             await connection.close(error.reason)
@@ -125,12 +149,12 @@ class RunnerServer:
             await channel.lost(connection)
             await connection.close("over")
 
-    async def _listen(self, socket: web.WebSocketResponse, connection: RunnerConnection, channel: Channel) -> None:
+    async def _listen(self, connection: RunnerConnection, channel: Channel) -> None:
         errors = 0
         while True:
             try:
                 async with asyncio.timeout(3 * PING_MS / 1000):
-                    message = await self._frame(socket)
+                    message = await connection.receive()
                 match message:
                     case Pong():
                         continue
@@ -143,16 +167,6 @@ class RunnerServer:
                 if errors > MAX_ERRORS:
                     raise
                 await self._complain(connection, error)
-
-    async def _frame(self, socket: web.WebSocketResponse) -> FromRunner:
-        frame = await socket.receive()
-        if frame.type is WSMsgType.TEXT:
-            return decode(frame.data)
-        if frame.type is WSMsgType.BINARY:
-            raise FrameError("malformed", "messages are text frames")
-        if frame.type is WSMsgType.ERROR:
-            raise ConnectionError(f"it broke the protocol: {frame.data}")
-        raise ConnectionError("it was closed")
 
     @staticmethod
     async def _complain(connection: RunnerConnection, error: FrameError) -> None:

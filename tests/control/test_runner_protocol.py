@@ -3,21 +3,24 @@
 import ast
 import asyncio
 import base64
+import contextlib
+import gc
 import hashlib
 import json
 import os
 import signal
 import sys
 import tempfile
+import weakref
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, cast
 
 import aiohttp
 import msgspec
 import pytest
-from aiohttp import web
+from aiohttp import WSMsgType, web
 
 from control.db.rows import StoredSession
 from control.db.store import Store
@@ -34,7 +37,7 @@ from control.plan.session import (
 from control.runner import channel as channel_module
 from control.runner import client, server
 from control.runner.channel import Channel, RunFailedError, RunHandle
-from control.runner.messages import Completed, Encoding, Output, Run, Stream
+from control.runner.messages import Completed, Encoding, Hello, Output, Run, Stream, ToolCall
 from control.sessions import journal
 from control.sessions.record import Record, Recorder
 from control.spec import SandboxSpec
@@ -524,6 +527,120 @@ async def test_a_flood_of_reports_is_bounded_and_an_end_still_told(
     await socket.close()
 
 
+async def test_a_document_of_several_lines_breaks_neither_the_journal_nor_what_comes_after_it(
+    line: Line, http: aiohttp.ClientSession
+) -> None:
+    socket = await greet(http)
+    forged = '{"number":9,"at":1,"event":{"type":"ended","note":""}}'
+    await socket.send_str(
+        f'{{"type":"tool_call","seq":1,"call":"c","name":"n","arguments":[\n{forged}\r\n, "a\\nb" ]}}'
+    )
+    await socket.send_str(f'{{"type":"tool_result","seq":2,"call":"c","content":[\n{forged}\n]}}')
+    await socket.send_json({"type": "status", "seq": 3, "status": "after"})
+    while (await receive(socket))["seq"] < 3:
+        pass
+    lines = (line.root / "events.jsonl").read_text().splitlines()
+    assert [json.loads(each)["number"] for each in lines] == list(range(1, len(lines) + 1))
+    called, _returned, status = line.events()[-3:]
+    assert json.loads(bytes(called.arguments)) == [json.loads(forged), "a\nb"]
+    assert status == RunnerStatus(3, "after")
+    await socket.close()
+
+
+@pytest.mark.parametrize(
+    "frame", [aiohttp.WSMessage(WSMsgType.TEXT, '{"type":"pong"}', ""), aiohttp.WSMessage(WSMsgType.PING, b"", "")]
+)
+async def test_a_flood_of_frames_leaves_others_their_turns(frame: aiohttp.WSMessage) -> None:
+    left = 10 * server.FRAMES_A_TURN
+
+    class Flood:
+        """A socket on which very much has arrived."""
+
+        async def receive(self) -> aiohttp.WSMessage:
+            nonlocal left
+            left -= 1
+            return frame if left > 0 else aiohttp.WSMessage(WSMsgType.CLOSED, None, None)
+
+        async def pong(self, _data: bytes) -> None:
+            pass
+
+    turns = 0
+
+    async def other() -> None:
+        nonlocal turns
+        while True:
+            turns += 1
+            await asyncio.sleep(0)
+
+    connection = server.RunnerConnection(cast(web.WebSocketResponse[Literal[True]], Flood()))
+    others = asyncio.create_task(other())
+    with contextlib.suppress(ConnectionError):
+        while True:
+            await connection.receive()
+    others.cancel()
+    assert turns >= 9
+
+
+async def test_a_ping_of_the_websocket_itself_is_answered(http: aiohttp.ClientSession) -> None:
+    socket = await http.ws_connect("/runner", headers={"X-Opificia-Session": "s1"}, autoping=False)
+    await socket.ping(b"there?")
+    assert await socket.receive(10) == aiohttp.WSMessage(WSMsgType.PONG, b"there?", "")
+    await socket.close()
+
+
+async def test_what_waits_for_the_disk_is_bounded_in_bytes_too(line: Line) -> None:
+    line._keeping.cancel()  # a disk that takes nothing
+    document = msgspec.Raw(b'"%b"' % (b"x" * 60_000))
+    taken = 0
+
+    async def report() -> None:
+        nonlocal taken
+        for seq in range(1, channel_module.MAX_BATCH):
+            await line.channel.receive(ToolCall(seq, "c", "n", document))
+            taken = seq
+
+    reporting = asyncio.create_task(report())
+    await asyncio.sleep(0)
+    assert not reporting.done()
+    assert taken * 60_000 <= channel_module.MAX_BATCH_BYTES + 60_000
+    reporting.cancel()
+
+
+async def test_runs_that_ended_are_remembered_by_nobody(
+    line: Line, runner: asyncio.subprocess.Process, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    handles = [await line.run(f"r{number}", "true") for number in range(3)]
+    known: list[tuple[str, ...]] = []
+    back = asyncio.Event()
+    hello = line.channel.hello
+
+    async def listen(connection: channel_module.Connection, message: Hello) -> None:
+        known.append(message.runs)
+        await hello(connection, message)
+        back.set()
+
+    monkeypatch.setattr(line.channel, "hello", listen)
+    for handle in handles:
+        await followed(handle)
+    kept = [weakref.ref(handle) for handle in handles]
+    handles.clear()
+    del handle
+    going = await line.run("going", "sh", "-c", "echo up; exec sleep 1000")
+    await going.next()
+    # A cut may be faster than the last acknowledgement; the next connection's welcome says the same.
+    for _ in range(3):
+        back.clear()
+        line.gateway.cut_runners()
+        await asyncio.wait_for(back.wait(), 30)
+        if known[-1] == ("going",):
+            break
+    assert known[-1] == ("going",)
+    await line.channel.cancel("going", 0)
+    await followed(going)
+    gc.collect()
+    assert [each() for each in kept] == [None, None, None]
+
+
 async def test_a_large_document_is_told_by_its_size(line: Line, http: aiohttp.ClientSession) -> None:
     channel_limit = channel_module.MAX_DOCUMENT_BYTES
     line.channel._frame_bytes = FRAME
@@ -533,8 +650,9 @@ async def test_a_large_document_is_told_by_its_size(line: Line, http: aiohttp.Cl
     )
 
 
-async def test_output_that_nobody_reads_is_dropped_after_a_while(
-    line: Line, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("data", ["x" * 20, ""])
+async def test_output_that_nobody_reads_is_dropped_after_a_while_also_if_it_is_empty(
+    line: Line, http: aiohttp.ClientSession, monkeypatch: pytest.MonkeyPatch, data: str
 ) -> None:
     monkeypatch.setattr(channel_module, "MAX_UNREAD_BYTES", 10)
     monkeypatch.setattr(channel_module, "SLOW_READER_S", 0.05)
@@ -542,7 +660,7 @@ async def test_output_that_nobody_reads_is_dropped_after_a_while(
     handle = await line.run("r1", "true")
     await receive(socket)
     for seq in range(1, 10):
-        await socket.send_json({"type": "output", "seq": seq, "run": "r1", "stream": "stdout", "data": "x" * 20})
+        await socket.send_json({"type": "output", "seq": seq, "run": "r1", "stream": "stdout", "data": data})
     while (await receive(socket))["seq"] < 9:
         pass
     with pytest.raises(RunFailedError):
