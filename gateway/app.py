@@ -121,6 +121,10 @@ class App:
     async def run(self) -> None:
         """Serve until SIGTERM or SIGINT. Raises StartError, ListenError."""
         loop = asyncio.get_running_loop()
+        # Before anything is taken up: a process that a signal ends on its way takes the tunnels along.
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, self._stopping.set)
+        loop.add_signal_handler(signal.SIGUSR2, self._replacing.set)
         config, limits, metrics = self._config, self._config.limits, self.gateway.metrics
         descriptors = DescriptorBudget.of_limit(raise_descriptor_limit())
         if config.egress.allow_loopback:
@@ -188,10 +192,7 @@ class App:
                 contract = ContractServer(self.gateway, epoch, adviser.answer)
                 await contract.start(contract_socket)
                 ports.append(contract.close)
-            for number in (signal.SIGTERM, signal.SIGINT):
-                loop.add_signal_handler(number, self._stopping.set)
             loop.add_signal_handler(signal.SIGHUP, self._reload, services)
-            loop.add_signal_handler(signal.SIGUSR2, self._replacing.set)
             refresh = loop.create_task(self._keep_facts_current(services))
             # What was made until here lives as long as the process: the collector need not look at it again.
             gc.collect()
@@ -252,7 +253,7 @@ class App:
     def _follow(self, predecessor: Predecessor, record: Parked) -> None:
         """Count what the streams that stayed in the process before still use."""
         registry = self.gateway.registry
-        registry.on_revoke = predecessor.revoke
+        registry.on_cut = predecessor.cut
         for parked in record.sessions:
             if (session := registry.get(parked.grant.session)) is not None:
                 session.model.reserve_elsewhere(parked.model)

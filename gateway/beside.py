@@ -8,12 +8,13 @@ stop, but for a process that is there already. They speak over a socket of their
     successor   → Taken     the record is good
     predecessor → Go        the service manager knows who is the main process now; the predecessor has let go
     predecessor → Spent     from then on: what its streams have used since the last time
-    successor   → Revoked   a session is over: its streams are to be cut
+    successor   → Revoked   a session is over, or its grant narrower: its streams are to be cut
 
 Whatever goes wrong before `Taken` leaves the predecessor as it was, and the successor ends.
 """
 
 import asyncio
+import collections
 import contextlib
 import logging
 import os
@@ -39,6 +40,8 @@ CHANNEL: Final = "OPIFICIA_PREDECESSOR"
 START_S: Final = 30.0
 ANSWER_S: Final = 10.0
 _MAX_MESSAGE_BYTES: Final = 4096
+# How often what the other did not take is offered again.
+_RETRY_S: Final = 0.02
 # What the service manager said to this process and not to the next.
 _OWN: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID")
 
@@ -65,7 +68,7 @@ class Spent(msgspec.Struct, frozen=True, tag="spent"):
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
-    """A session is over."""
+    """What a session has open was granted once, and is no more."""
 
     session: str
 
@@ -83,7 +86,32 @@ class Channel:
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
+        self._posted: collections.deque[Message] = collections.deque()
         sock.setblocking(False)
+
+    @property
+    def is_behind(self) -> bool:
+        """Whether something that was posted has not been sent yet."""
+        return bool(self._posted)
+
+    def post(self, message: Message) -> None:
+        """Send as soon as the other process takes it, after what was posted before; one that has ended gets nothing.
+
+        The socket holds fewer than 200 messages, and a thousand sessions may be over at once.
+        """
+        self._posted.append(message)
+        if len(self._posted) == 1:
+            self._send_posted()
+
+    def _send_posted(self) -> None:
+        try:
+            while self._posted:
+                self.sock.send(msgspec.msgpack.encode(self._posted[0]), socket.MSG_NOSIGNAL)
+                self._posted.popleft()
+        except BlockingIOError:
+            asyncio.get_running_loop().call_later(_RETRY_S, self._send_posted)
+        except OSError:
+            self._posted.clear()
 
     def send(self, message: Message) -> None:
         """Send, never waiting. Raises SuccessionError."""
@@ -137,7 +165,7 @@ class Predecessor:
 
     def __init__(self, channel: Channel) -> None:
         self._channel = channel
-        # Whether it has streams still; later revocations are told to it.
+        # Whether it has streams still; what is cut later is told to it.
         self.is_there = True
 
     @classmethod
@@ -150,8 +178,8 @@ class Predecessor:
         os.set_inheritable(descriptor, False)
         return cls(Channel(socket.socket(fileno=descriptor)))
 
-    def await_parcel(self) -> socket.socket:
-        """Say that this process is ready, and return the parcel. Raises SuccessionError."""
+    def await_parcel(self) -> int:
+        """Say that this process is ready, and return the parcel's descriptor. Raises SuccessionError."""
         channel = self._channel
         channel.send(Ready(os.getpid()))
         channel.await_readable(ANSWER_S)
@@ -161,18 +189,17 @@ class Predecessor:
             raise SuccessionError(f"the gateway before this one cannot be reached: {error.strerror}") from error
         if len(descriptors) != 1:
             raise SuccessionError("the gateway before this one did not hand over")
-        return socket.socket(fileno=descriptors[0])
+        return descriptors[0]
 
     def confirm(self) -> None:
         """Say that the parcel is good; on return this is the main process. Raises SuccessionError."""
         self._channel.send(Taken())
         self._channel.await_message(Go, ANSWER_S)
 
-    def revoke(self, session: str) -> None:
-        """Have it cut what a session that is over still has there."""
+    def cut(self, session: str) -> None:
+        """Have it cut what a session still has there."""
         if self.is_there:
-            with contextlib.suppress(SuccessionError):
-                self._channel.send(Revoked(session))
+            self._channel.post(Revoked(session))
 
     async def follow(self, registry: Registry) -> None:
         """Count what its streams use, until it ends."""
@@ -252,6 +279,11 @@ class Successor:
         """Take what was used so far as told."""
         self._told = {session.id: session.usage() for session in registry}
 
+    @property
+    def has_heard(self) -> bool:
+        """Whether it was sent all that it was told."""
+        return not self._channel.is_behind
+
     def tell(self, registry: Registry) -> None:
         """Tell it what was used since the last time."""
         for session in registry:
@@ -259,15 +291,19 @@ class Successor:
             more = usage.minus(self._told.get(session.id, Usage()))
             if more != Usage():
                 self._told[session.id] = usage
-                with contextlib.suppress(SuccessionError):
-                    self._channel.send(Spent(session.id, more))
+                self._channel.post(Spent(session.id, more))
 
     async def follow(self, registry: Registry) -> None:
-        """Cut what belongs to sessions that are over, until it ends."""
-        with contextlib.suppress(SuccessionError):
+        """Cut what is granted no more, until it ends."""
+        try:
             while (message := await self._channel.read()) is not None:
                 if isinstance(message, Revoked):
-                    registry.revoke(message.session)
+                    registry.cut(message.session)
+        except SuccessionError as error:
+            # It may have said what is to be cut.
+            log.error("%s; what this process kept is cut", error)
+            for session in registry:
+                registry.cut(session.id)
 
     def close(self) -> None:
         """Say that all has ended here."""

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from gateway.beside import Predecessor, SuccessionError, Successor
+from gateway.beside import ANSWER_S, Predecessor, SuccessionError, Successor
 from gateway.core.parked import encode_parked
 from gateway.net.listener import Listener
 from gateway.net.parking import Parking
@@ -91,13 +91,14 @@ class Ending:
             if self._stopping.is_set() and not is_told:
                 is_told = True
                 end = min(end, loop.time() + self._drain_s)
-            if loop.time() >= telling:
+            if loop.time() >= telling and successor.has_heard:
                 successor.tell(registry)
                 telling = loop.time() + _TELL_S
             await asyncio.sleep(_POLL_S)
         await self._services.handover.close()
         await self._gateway.model.close()
         successor.tell(registry)
+        await self._until(lambda: successor.has_heard, ANSWER_S)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         successor.close()

@@ -63,8 +63,8 @@ class Session:
         used = grant.used.egress_bytes_up + grant.used.egress_bytes_down + self.bytes_up + self.bytes_down
         self.bytes_left = max(0, budget - used) if budget else UNLIMITED
 
-    def replace(self, grant: Grant, policy: Policy) -> None:
-        """Put a new grant in force. What was used stays used; what is open stays open while the grant allows it."""
+    def replace(self, grant: Grant, policy: Policy) -> bool:
+        """Put a new grant in force; tell whether what was open had to be closed. What was used stays used."""
         narrowed = (
             grant.network != self.grant.network or grant.allow != self.grant.allow or grant.deny != self.grant.deny
         )
@@ -75,6 +75,7 @@ class Session:
         if narrowed or moved:
             # An open tunnel was judged by the grant before; under another policy it has no right to go on.
             self.close(CloseReason.REVOKED)
+        return narrowed or moved
 
     def knows_hash(self, token_hash: bytes) -> bool:
         """Tell in constant time whether this is the SHA-256 of the session's token."""
@@ -162,8 +163,8 @@ class Registry:
         self._waiting: set[Callable[[], None]] = set()
         # False from start until control's first snapshot: an unknown session may only be not known yet.
         self.ready = ready
-        # Told of each session that is over, after it is closed here.
-        self.on_revoke: Callable[[str], None] = lambda _session: None
+        # Told of each session whose connections were closed here because they are granted no more.
+        self.on_cut: Callable[[str], None] = lambda _session: None
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
@@ -220,7 +221,8 @@ class Registry:
             session = self._sessions[grant.session] = Session(grant, policy, self._max_waiters)
         else:
             self._release_address(session)
-            session.replace(grant, policy)
+            if session.replace(grant, policy):
+                self.on_cut(session.id)
         if session.address is not None:
             self._holders[session.address] = session.id
         return ()
@@ -231,8 +233,15 @@ class Registry:
         if session is not None:
             self._release_address(session)
             session.close(CloseReason.REVOKED)
-            self.on_revoke(session_id)
+            self.on_cut(session_id)
         return session
+
+    def cut(self, session_id: str) -> None:
+        """Close what is open in a session's name, which goes on."""
+        session = self._sessions.get(session_id)
+        if session is not None:
+            session.close(CloseReason.REVOKED)
+            self.on_cut(session_id)
 
     def _release_address(self, session: Session) -> None:
         if session.address is not None:

@@ -8,6 +8,7 @@ import contextlib
 import logging
 import os
 import socket
+import stat
 from collections.abc import Mapping
 from typing import Final
 
@@ -38,9 +39,8 @@ class Inheritance:
         alive, parcels = self._passed.pop(ALIVE, []), self._passed.pop(PARCEL, [])
         for descriptor in alive:
             os.close(descriptor)
-        for descriptor in parcels:
-            with socket.socket(fileno=descriptor) as parcel:
-                self._open(parcel)
+        for parcel in parcels:
+            self._open(parcel)
         if parcels:
             # Empty now: a crash from here on loses what any crash loses.
             fdstore.remove(PARCEL)
@@ -50,17 +50,17 @@ class Inheritance:
                 "their last audit lines and at most a second of their usage are lost"
             )
         if predecessor is not None:
-            with predecessor.await_parcel() as parcel:
-                self._open(parcel)
+            self._open(predecessor.await_parcel())
             if self.record is None:
                 raise SuccessionError("what the running gateway handed over cannot be taken up; it goes on")
             predecessor.confirm()
 
-    def _open(self, parcel: socket.socket) -> None:
+    def _open(self, parcel: int) -> None:
         try:
             data, descriptors = fdstore.receive(parcel, MAX_BYTES)
             try:
                 record = decode_parked(data, len(descriptors))
+                _check_kinds(record, descriptors)
             except ParkedError:
                 _close(descriptors)
                 raise
@@ -110,6 +110,15 @@ def _is_at(sock: socket.socket, address: TcpAddress | UnixAddress) -> bool:
     if isinstance(address, UnixAddress):
         return bool(name == address.path)
     return isinstance(name, tuple) and name[:2] == (address.host, address.port)
+
+
+def _check_kinds(record: Parked, descriptors: list[int]) -> None:
+    """Raise ParkedError unless each descriptor is what the record takes it for."""
+    pipes = record.pipe_places
+    for place, descriptor in enumerate(descriptors):
+        is_right = stat.S_ISFIFO if place in pipes else stat.S_ISSOCK
+        if not is_right(os.fstat(descriptor).st_mode):
+            raise ParkedError("it takes a descriptor for another kind than it is")
 
 
 def _close(descriptors: list[int]) -> None:

@@ -181,10 +181,26 @@ class Parked(_Strict, frozen=True, kw_only=True):
         return sum(len(part) for part in parts)
 
     @property
+    def pairs(self) -> Iterator[ParkedPair]:
+        """All spliced pairs."""
+        yield from (each.pair for each in self.tunnels)
+        yield from (each.pair for each in self.runners)
+
+    @property
+    def flows(self) -> Iterator[ParkedFlow]:
+        """All directions of spliced pairs."""
+        for pair in self.pairs:
+            yield from (pair.up, pair.down)
+
+    @property
+    def pipe_places(self) -> frozenset[int]:
+        """The places of pipes; all others are of sockets."""
+        return frozenset(place for flow in self.flows for place in flow.pipe or ())
+
+    @property
     def bytes_held(self) -> tuple[int, int]:
         """How many bytes of tunnels are on their way in pipes, and how many in the record itself."""
-        pairs = [*(each.pair for each in self.tunnels), *(each.pair for each in self.runners)]
-        flows = [flow for pair in pairs for flow in (pair.up, pair.down)]
+        flows = tuple(self.flows)
         return sum(flow.in_pipe for flow in flows), sum(len(flow.held) for flow in flows)
 
 
@@ -227,22 +243,20 @@ def _check(record: Parked, descriptors: int) -> None:
             ip_address(caller or "::")
     except (ValueError, AuthorityError) as error:
         raise ParkedError(f"it names a place that is none: {error}") from error
-    for pair in (*(each.pair for each in record.tunnels), *(each.pair for each in record.runners)):
-        for flow in (pair.up, pair.down):
-            if (flow.pipe is None) != (flow.in_pipe == 0):
-                raise ParkedError("a pipe and what it holds do not fit")
-            if flow.shut and (flow.held or flow.in_pipe):
-                raise ParkedError("a direction has ended and holds bytes")
+    for flow in record.flows:
+        if (flow.pipe is None) != (flow.in_pipe == 0):
+            raise ParkedError("a pipe and what it holds do not fit")
+        if flow.shut and (flow.held or flow.in_pipe):
+            raise ParkedError("a direction has ended and holds bytes")
 
 
 def _places(record: Parked) -> Iterator[int]:
     yield from record.listeners.values()
     yield from record.passed.values()
-    for pair in (*(each.pair for each in record.tunnels), *(each.pair for each in record.runners)):
+    for pair in record.pairs:
         yield from (pair.client, pair.upstream)
-        for flow in (pair.up, pair.down):
-            if flow.pipe is not None:
-                yield from flow.pipe
+    for flow in record.flows:
+        yield from flow.pipe or ()
     for greeting in record.greetings:
         yield from (greeting.client, greeting.upstream)
     yield from (each.client for each in record.asking)

@@ -1,6 +1,6 @@
 """Takes up what the process before parked, and goes on with it: counts, deadlines and audit lines included.
 
-What cannot go on (its session's grant is refused, its descriptor is of another kind) is closed, and the others go on.
+What cannot go on (its session's grant is refused, its client has left) is closed, and the others go on.
 """
 
 import ipaddress

@@ -112,29 +112,40 @@ def post(sock: socket.socket, record: bytes, descriptors: Sequence[int]) -> None
         os.close(memory)
 
 
-def receive(sock: socket.socket, max_bytes: int) -> tuple[bytes, list[int]]:
-    """Return the record of at most `max_bytes` and the descriptors that wait in a socket (close-on-exec).
+def receive(parcel: int, max_bytes: int) -> tuple[bytes, list[int]]:
+    """Open a parcel, which is closed; return its record of at most `max_bytes` and its descriptors (close-on-exec).
 
     Raises ParcelError; then all that had come is closed.
     """
     got: list[int] = []
     try:
-        left = 0
-        while left or not got:
-            message, descriptors = receive_message(sock)
-            got += descriptors
-            said = int.from_bytes(message, "big")
-            if len(message) != 4 or said != (left or said) or said > _MAX_DESCRIPTORS:
-                raise ParcelError("it is not a parcel of a gateway, or this process may not open as many files")
-            left = said - len(descriptors)
-            if left < 0 or not descriptors:
-                raise ParcelError("it is not a parcel of a gateway")
-        return _read(got.pop(0), max_bytes), got
+        with _socket(parcel) as sock:
+            left = 0
+            while left or not got:
+                message, descriptors = receive_message(sock)
+                got += descriptors
+                said = int.from_bytes(message, "big")
+                if len(message) != 4 or said != (left or said) or said > _MAX_DESCRIPTORS:
+                    raise ParcelError("it is not a parcel of a gateway, or this process may not open as many files")
+                left = said - len(descriptors)
+                if left < 0 or not descriptors:
+                    raise ParcelError("it is not a parcel of a gateway")
+        record = _read(got[0], max_bytes)
+        os.close(got.pop(0))
+        return record, got
     except (OSError, ParcelError) as error:
         for descriptor in got:
             os.close(descriptor)
         if isinstance(error, OSError):
             raise ParcelError(f"it cannot be read: {error.strerror}") from error
+        raise
+
+
+def _socket(descriptor: int) -> socket.socket:
+    try:
+        return socket.socket(fileno=descriptor)
+    except OSError:
+        os.close(descriptor)
         raise
 
 
@@ -158,12 +169,12 @@ def receive_message(sock: socket.socket) -> tuple[bytes, list[int]]:
 
 
 def _read(memory: int, max_bytes: int) -> bytes:
-    with open(memory, "rb") as file:
-        size = os.fstat(memory).st_size
-        if size > max_bytes:
-            raise ParcelError(f"its record has {size} bytes, more than {max_bytes}")
+    size = os.fstat(memory).st_size
+    if size > max_bytes:
+        raise ParcelError(f"its record has {size} bytes, more than {max_bytes}")
+    with open(memory, "rb", closefd=False) as file:
         file.seek(0)
-        return file.read()
+        return file.read(size)
 
 
 def passed(environment: Mapping[str, str] = os.environ) -> dict[str, list[int]]:

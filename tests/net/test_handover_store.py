@@ -35,8 +35,7 @@ def taken_out(manager: Manager) -> tuple[bytes, list[int]]:
     ((name, descriptor),) = manager.stored
     assert name == "parked"
     manager.stored.clear()
-    with socket.socket(fileno=descriptor) as parcel:
-        return fdstore.receive(parcel, MAX_BYTES)
+    return fdstore.receive(descriptor, MAX_BYTES)
 
 
 def put_back(manager: Manager, record: bytes, descriptors: list[int]) -> None:
@@ -69,7 +68,7 @@ async def test_what_was_taken_out_and_put_back_is_taken_up() -> None:
         assert manager.names == ["alive"]
 
 
-@pytest.mark.parametrize("spoil", ["version", "byte", "cut", "descriptors", "garbage"])
+@pytest.mark.parametrize("spoil", ["version", "byte", "cut", "descriptors", "kind", "garbage"])
 async def test_a_record_that_cannot_be_taken_up_is_refused_and_the_gateway_serves(spoil: str) -> None:
     async with stopped() as (gateway, manager, server, client):
         data, descriptors = taken_out(manager)
@@ -81,6 +80,9 @@ async def test_a_record_that_cannot_be_taken_up_is_refused_and_the_gateway_serve
             data = data[:-1]
         elif spoil == "descriptors":
             descriptors.append(os.dup(descriptors[0]))
+        elif spoil == "kind":
+            os.close(descriptors.pop())
+            descriptors.append(os.memfd_create("no socket"))
         else:
             data = b"not a record"
         put_back(manager, data, descriptors)
@@ -100,12 +102,14 @@ async def test_a_store_that_holds_something_else_is_no_parcel() -> None:
         near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         near.send(b"hello")
         manager.stored += [("parked", far.detach()), ("unknown", os.dup(near.fileno()))]
+        # A process that ends over it would find it again at each start.
+        manager.stored.append(("parked", os.memfd_create("no socket")))
         near.close()
         for descriptor in descriptors:
             os.close(descriptor)
         await asyncio.to_thread(manager.start)
         assert await client.read_to_end() == b""
-        assert "cannot be taken up" in manager.log()
+        assert manager.log().count("cannot be taken up") == 2
         assert "passed as 'unknown' are not known" in manager.log()
         async with await opened(gateway, f"127.0.0.1:{server.port}"):
             pass

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.contract.policy import Grant
 from gateway.core.parked import VERSION
 from tests.model.wire import STREAM_HEAD, Peer, chunked, scripted
 from tests.net.test_contract import Control, contracted, grant
@@ -185,9 +186,10 @@ async def test_what_the_new_process_cannot_start_with_leaves_the_old_one_in_plac
             assert await client.read_exactly(1) == b"y"
 
 
-@pytest.mark.parametrize("reloads", [1, 2])
-async def test_a_session_revoked_after_a_reload_loses_its_stream_in_an_old_process(
-    tmp_path: Path, reloads: int
+# Granted no more, or under a policy under which the stream was not let in.
+@pytest.mark.parametrize(("reloads", "then"), [(1, []), (2, []), (2, [grant("s1", allow=("other.example",))])])
+async def test_a_session_whose_grant_ends_after_a_reload_loses_its_stream_in_an_old_process(
+    tmp_path: Path, reloads: int, then: list[Grant]
 ) -> None:
     story = Story()
     async with scripted(story.tell) as upstream:
@@ -205,7 +207,7 @@ async def test_a_session_revoked_after_a_reload_loses_its_stream_in_an_old_proce
                 await second.welcome()
                 assert gateway.manager is not None
                 assert not gateway.manager.drained()
-                await second.snapshot()
+                await second.snapshot(*then)
                 await until(gateway.manager.drained)
                 with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
                     await client.reply()

@@ -13,7 +13,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -63,6 +63,8 @@ class Manager:
         # By name, in the order they came: what the store holds.
         self.stored: list[tuple[str, int]] = []
         self.messages: list[str] = []
+        # What is done once, by the listening thread, when the main process has said something that begins so.
+        self.then: dict[str, Callable[[], None]] = {}
         # Of processes that it does not listen to.
         self.unheard: list[str] = []
         self.pid = 0
@@ -198,6 +200,9 @@ class Manager:
                 self.unheard.append(data.decode())
                 fields = {}
             self._take(fields, descriptors)
+            if sender == self.pid or "MAINPID" in fields:
+                for beginning in [each for each in self.then if data.decode().startswith(each)]:
+                    self.then.pop(beginning)()
 
     def _receive(self) -> tuple[int, bytes, list[int]]:
         """Return a message with its sender's process id and descriptors."""

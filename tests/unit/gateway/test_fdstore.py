@@ -35,8 +35,7 @@ def test_all_descriptors_come_in_their_order_after_the_sender_is_gone(count: int
         parcel = Parcel(b"record" * 1000, sent)
         far = parcel.far.dup()
         parcel.close()
-    with far:
-        record, got = receive(far, 1 << 20)
+    record, got = receive(far.detach(), 1 << 20)
     assert record == b"record" * 1000
     assert [os.pread(descriptor, 10, 0) for descriptor in got] == [b"%d" % number for number in range(count)]
     assert not any(os.get_inheritable(descriptor) for descriptor in got)
@@ -74,8 +73,8 @@ def test_what_is_no_parcel_is_refused_and_leaves_nothing_open(messages: list[tup
         for data, count in messages:
             socket.send_fds(near, [data or b"\0"], descriptors[:count])
         near.close()
-        with far, pytest.raises(ParcelError):
-            receive(far, 1000)
+        with pytest.raises(ParcelError):
+            receive(far.detach(), 1000)
     assert open_descriptors() == before
 
 
@@ -84,15 +83,47 @@ def test_a_record_beyond_the_limit_is_refused_and_leaves_nothing_open() -> None:
     with files(3) as descriptors:
         parcel = Parcel(b"x" * 1001, descriptors)
         with pytest.raises(ParcelError, match="1001 bytes"):
-            receive(parcel.far, 1000)
+            receive(parcel.far.detach(), 1000)
         parcel.close()
     assert open_descriptors() == before
 
 
 def test_a_socket_that_nothing_waits_in_is_refused_at_once() -> None:
     near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    with near, far, pytest.raises(ParcelError):
-        receive(far, 1000)
+    with near, pytest.raises(ParcelError):
+        receive(far.detach(), 1000)
+
+
+@pytest.mark.parametrize("kind", ["file", "folder", "pipe", "datagrams", "listening"])
+def test_another_kind_of_descriptor_is_no_parcel_and_is_closed(kind: str, tmp_path: Path) -> None:
+    before = open_descriptors()
+    if kind in ("file", "folder"):
+        descriptor = os.memfd_create("test") if kind == "file" else os.open(tmp_path, os.O_RDONLY)
+    elif kind == "pipe":
+        descriptor, other = os.pipe()
+        os.close(other)
+    else:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM if kind == "datagrams" else socket.SOCK_SEQPACKET)
+        sock.bind(str(tmp_path / "socket"))
+        if kind == "listening":
+            sock.listen()
+        descriptor = sock.detach()
+    with pytest.raises(ParcelError):
+        receive(descriptor, 1000)
+    assert open_descriptors() == before
+
+
+@pytest.mark.parametrize("kind", ["folder", "socket"])
+def test_a_record_that_is_no_file_is_refused_and_leaves_nothing_open(kind: str, tmp_path: Path) -> None:
+    before = open_descriptors()
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    descriptor = os.open(tmp_path, os.O_RDONLY) if kind == "folder" else os.dup(near.fileno())
+    socket.send_fds(near, [(1).to_bytes(4, "big")], [descriptor])
+    os.close(descriptor)
+    near.close()
+    with pytest.raises(ParcelError):
+        receive(far.detach(), 1000)
+    assert open_descriptors() == before
 
 
 def test_a_descriptor_that_is_none_is_an_error_of_the_sender() -> None:
