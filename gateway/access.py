@@ -80,7 +80,7 @@ class AuditLog:
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._encode = msgspec.json.Encoder().encode
         self._wake = threading.Event()
-        self._stopping = False
+        self._stopping = threading.Event()
         self.lost = 0
         self._quiet_until = 0.0
         self._thread: threading.Thread | None = None
@@ -135,7 +135,7 @@ class AuditLog:
     def close(self) -> None:
         """Write what is queued and stop."""
         if self._thread is not None:
-            self._stopping = True
+            self._stopping.set()
             self._wake.set()
             self._thread.join()
             self._thread = None
@@ -143,13 +143,13 @@ class AuditLog:
     def _run(self) -> None:
         while True:
             self._wake.wait()
-            stopping = self._stopping
+            stopping = self._stopping.is_set()
             self._wake.clear()
             self._flush()
             if stopping:
                 break
-            # Gather lines for one write a file instead of one write a line.
-            time.sleep(FLUSH_INTERVAL_S)
+            # Gather lines for one write a file instead of one write a line; who stops does not wait for it.
+            self._stopping.wait(FLUSH_INTERVAL_S)
         for file in self._files.values():
             os.close(file.fd)
 

@@ -6,6 +6,32 @@ from typing import Final
 
 # Whoever asked for a session has this long to fetch its results, however many others end meanwhile.
 FETCH_MS: Final = 10 * 60_000
+# More than a clock is led to the right time in a minute (adjtimex(2): 500 ppm), less than anybody sets it by.
+_SLEWED_MS: Final = 1_000
+
+
+class Calendar:
+    """The clock by which ages are told: one that is set forward is followed only when FETCH_MS have passed.
+
+    What has ended just now would be old otherwise, before anybody could fetch it. Set back, it is followed at once: then some
+    is kept longer.
+    """
+
+    def __init__(self) -> None:
+        # How much the clock was ahead of the monotonic one, and since when it is more ahead than that.
+        self._ahead_ms: int | None = None
+        self._set_at: int | None = None
+
+    def now_ms(self, clock_ms: int, monotonic_ms: int) -> int:
+        """Return the time by which to tell ages."""
+        ahead = clock_ms - monotonic_ms
+        if self._ahead_ms is None or ahead <= self._ahead_ms + _SLEWED_MS:
+            self._ahead_ms, self._set_at = ahead, None
+        elif self._set_at is None:
+            self._set_at = monotonic_ms
+        elif monotonic_ms - self._set_at > FETCH_MS:
+            self._ahead_ms, self._set_at = ahead, None
+        return monotonic_ms + self._ahead_ms
 
 
 @dataclass(frozen=True, slots=True)

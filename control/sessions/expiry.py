@@ -5,7 +5,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from typing import Final
 
 from control.plan.session import SessionState
-from control.sessions.record import Record, now_ms
+from control.sessions.record import Record
 
 LOOK_S: Final = 60.0
 
@@ -36,5 +36,5 @@ class Expiry:
             life.state is SessionState.CREATED
             and not life.waiting
             and not record.lock.locked()
-            and now_ms() - record.stored.created_at >= self._allowed_ms
+            and record.age_ms >= self._allowed_ms
         )

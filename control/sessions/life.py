@@ -251,9 +251,9 @@ class Life:
 
     async def _time_limit(self) -> None:
         allowed_ms = self.record.spec.time_limit_ms or self._services.limits.session_time_ms
-        until = (self.record.life.launched_at or now_ms()) + allowed_ms
-        while (left_ms := until - now_ms()) > 0:  # noqa: ASYNC110 - the clock itself may be set meanwhile
-            await asyncio.sleep(left_ms / 1000)
+        # Read once, for whoever is taken up: the clock may be set at any time. A launch in the future was before it was set back.
+        gone_ms = max(0, now_ms() - (self.record.life.launched_at or now_ms()))
+        await asyncio.sleep(max(0, allowed_ms - gone_ms) / 1000)
         raise EndError(Reason.TIME_LIMIT, f"the session's time of {allowed_ms / 1000:g} s is over")
 
     # Take down.

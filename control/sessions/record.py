@@ -68,6 +68,8 @@ class Record:
         self.id: Final = stored.id
         self.spec: Final = stored.spec
         self.folder: Final = folder
+        self._known_since = time.monotonic()
+        self._age_ms = max(0, now_ms() - stored.created_at)
         self.life: Session = stored.life
         self.number = stored.last_event
         self.unstored: list[StoredEvent] = []
@@ -75,6 +77,11 @@ class Record:
         self.changed: Final = Signal()
         self.logged: Final = Signal()
         self.lock: Final = asyncio.Lock()
+
+    @property
+    def age_ms(self) -> int:
+        """How long ago the session was created; a clock that is set meanwhile changes nothing about it."""
+        return self._age_ms + int((time.monotonic() - self._known_since) * 1000)
 
     @property
     def journal(self) -> Path:

@@ -5,12 +5,13 @@ The folder goes first: a record without a folder is forgotten at the next try, a
 
 import asyncio
 import logging
+import time
 from pathlib import Path
 from typing import Final
 
 from control.db.database import StoreUnavailableError
 from control.db.store import Store
-from control.plan.retention import Keep, to_forget
+from control.plan.retention import Calendar, Keep, to_forget
 from control.sessions import folders
 from control.sessions.record import now_ms
 
@@ -32,9 +33,10 @@ class Retention:
 
     async def sweep(self) -> None:
         """Forget what is too old or too much, every so often, until cancelled."""
+        calendar = Calendar()
         while True:
             try:
-                count = await self.enforce(now_ms())
+                count = await self.enforce(calendar.now_ms(now_ms(), time.monotonic_ns() // 1_000_000))
             except (StoreUnavailableError, OSError) as error:
                 log.warning("old sessions cannot be forgotten now: %s", error)
             else:

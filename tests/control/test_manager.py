@@ -149,6 +149,24 @@ async def test_the_time_limit_ends_a_session(host: Host) -> None:
     await nothing_left(host, session)
 
 
+async def test_a_clock_that_is_set_changes_nothing_about_the_time_limit(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await host.launch("sleep", "1000", time_limit_ms=1500)
+    await host.state(session, S.RUNNING)
+    real = life.now_ms
+    # Set back by a day, also for the process that takes the session up: it is not to run for a day longer.
+    monkeypatch.setattr(life, "now_ms", lambda: real() - 86_400_000)
+    await host.stop()
+    await host.start()
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.TIME_LIMIT)
+    other = await host.launch("sleep", "1000", time_limit_ms=1500)
+    await host.state(other, S.RUNNING)
+    monkeypatch.setattr(life, "now_ms", lambda: real() - 2 * 86_400_000)
+    assert (await host.ended(other)).life.reason is Reason.TIME_LIMIT
+
+
 async def test_four_ends_have_four_reasons(host: Host) -> None:
     async def end(act: Any, *command: str) -> Reason | None:
         before = set(host.engine.containers)

@@ -5,6 +5,7 @@ import itertools
 from collections.abc import AsyncIterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from control.db.database import StoreUnavailableError
@@ -83,6 +84,19 @@ async def test_an_event_is_in_the_journal_and_in_the_database(recorder: Recorder
     assert life.waiting
     assert [stored.event for stored in journal.read(record.journal)] == [LaunchRequested()]
     assert await numbers(store) == [1]
+
+
+async def test_the_age_of_a_session_is_not_changed_by_a_clock_that_is_set(
+    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = record_module.now_ms()
+    fresh = Record(msgspec.structs.replace(record.stored, created_at=now), tmp_path)
+    monkeypatch.setattr(record_module, "now_ms", lambda: now + 3_600_000)
+    assert 0 <= fresh.age_ms < 1_800_000
+    # Taken up after the clock was set back: not of an age below nothing, which would never come to its limit.
+    monkeypatch.setattr(record_module, "now_ms", lambda: now - 86_400_000)
+    assert Record(fresh.stored, tmp_path).age_ms >= 0
+    assert record.age_ms > 86_400_000
 
 
 async def test_what_is_not_allowed_is_not_recorded(recorder: Recorder, record: Record, store: Flaky) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from control.plan.retention import FETCH_MS, Keep, Kept, to_forget
+from control.plan.retention import FETCH_MS, Calendar, Keep, Kept, to_forget
 from control.plan.session import SessionState
 from control.sessions.record import now_ms
 from control.sessions.retention import Retention
@@ -37,6 +37,24 @@ def test_what_ended_just_now_is_left_for_its_caller_to_fetch_unless_it_is_too_ol
     fresh = [Kept(each.id, NOW - 5, 10) for each in OLDEST]
     assert to_forget(fresh, 5, 50, Keep(0, 1, 1), NOW) == []
     assert to_forget(fresh, 5, 50, Keep(4, 0, 0), NOW) == [each.id for each in OLDEST]
+
+
+def test_what_ended_just_now_is_left_for_its_caller_also_when_the_clock_is_set_forward() -> None:
+    calendar, hour = Calendar(), 3_600_000
+    assert calendar.now_ms(NOW, 5_000) == NOW
+    # Led to the right time, a little in each minute.
+    assert calendar.now_ms(NOW + 60_030, 65_000) == NOW + 60_030
+    assert calendar.now_ms(NOW + hour + 120_030, 125_000) == NOW + 120_030
+    assert calendar.now_ms(NOW + hour + FETCH_MS, 125_000 + FETCH_MS) == NOW + 120_030 + FETCH_MS
+    # Whoever asked has had the time for it.
+    assert calendar.now_ms(NOW + hour, 125_001 + FETCH_MS) == NOW + hour
+
+
+def test_a_clock_that_is_set_back_keeps_what_ended_for_longer() -> None:
+    calendar, day = Calendar(), 24 * 3_600_000
+    assert calendar.now_ms(NOW, 5_000) == NOW
+    assert calendar.now_ms(NOW - day, 65_000) == NOW - day
+    assert calendar.now_ms(NOW - day + 60_000, 125_000) == NOW - day + 60_000
 
 
 async def over(host: Host, *command: str) -> str:

@@ -36,7 +36,8 @@ class Daemon:
         self._argv = argv
         self._uid = uid
         self._groups = groups
-        self._environment = environment
+        # Of the next process.
+        self.environment = environment
         self._log = log
         self._notify = notify
         self._process: subprocess.Popen[bytes] | None = None
@@ -74,7 +75,7 @@ class Daemon:
                         *("--pdeathsig=TERM", "--", *argv),
                     ],
                     log=log,
-                    env={**self._environment, "NOTIFY_SOCKET": str(self._notify)},
+                    env={**self.environment, "NOTIFY_SOCKET": str(self._notify)},
                     cwd=Path("/"),
                 )
             self._await_ready(ready)
