@@ -15,6 +15,8 @@ from typing import Final
 
 from aiohttp import web
 
+from tests.support.app_server import AppServer
+
 REPOSITORY: Final = "project.git"
 README: Final = "the company's project\n"
 PACKAGE: Final = "opificia-tiny"
@@ -32,7 +34,7 @@ class CorpServer:
         self._wheel = _wheel()
         self._tarball = _tarball()
         self._apt_files = _apt_files()
-        self._runner: web.AppRunner | None = None
+        self._server: AppServer | None = None
 
     async def start(self, address: str, tls: ssl.SSLContext) -> None:
         """Make the repository and listen."""
@@ -46,15 +48,14 @@ class CorpServer:
         app.router.add_get(f"/npm/{PACKAGE}", self._npm_index)
         app.router.add_get(f"/npm/{_TARBALL}", self._npm_file)
         app.router.add_get("/apt/{path:.+}", self._apt)
-        self._runner = web.AppRunner(app, auto_decompress=False, access_log=None, shutdown_timeout=0.1)
-        await self._runner.setup()
+        self._server = AppServer(app, auto_decompress=False, access_log=None, shutdown_timeout=0.1)
         for port, context in ((80, None), (443, tls)):
-            await web.TCPSite(self._runner, address, port, ssl_context=context).start()
+            await self._server.listen((address, port), context)
 
     async def close(self) -> None:
         """Stop."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     def head(self, branch: str) -> str:
         """Return the commit that a branch of the repository is at."""

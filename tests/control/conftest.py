@@ -23,6 +23,7 @@ from control.spec import SandboxSpec
 from gateway.runtime.settings import parse
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_gateway import FakeGateway
+from tests.support.patience import PATIENCE_S
 from tests.support.postgres import Postgres
 
 _databases = itertools.count(1)
@@ -31,7 +32,7 @@ _databases = itertools.count(1)
 async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
     """Wait for a condition of another task of this loop."""
     try:
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while not condition():
                 await asyncio.sleep(0.005)
     except TimeoutError:
@@ -108,7 +109,7 @@ class Host:
 
     async def state(self, session: str, *states: SessionState) -> StoredSession:
         """Wait until a session is in one of `states` and return it."""
-        async with asyncio.timeout(20):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 record = self.manager.record(session)
                 ticket = None if record is None else record.changed.ticket()

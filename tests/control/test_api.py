@@ -22,6 +22,7 @@ from control.runner.messages import Stream
 from control.spec import SandboxSpec
 from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
+from tests.support.patience import PATIENCE_S
 
 S = SessionState
 
@@ -198,7 +199,7 @@ async def test_followers_see_events_as_they_come(client: ControlClient, host: Ho
     await until(lambda: "command_sent" in kinds, "the command")
     assert not following.done()
     await client.stop(session.id, 0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await following
     assert kinds[-1] == "ended"
 
@@ -235,7 +236,7 @@ async def test_the_egress_log_is_shown_in_whole_lines(client: ControlClient, hos
         file.write('"b"}\n')
     await until(lambda: len(seen) == 2, "the second line")
     await client.stop(session, 0)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await following
     assert [entry["host"] for entry in seen] == ["a", "b"]
 

@@ -19,6 +19,7 @@ from control.cli.app import app
 from control.plan.session import SessionState
 from gateway.runtime.version import version
 from tests.control.conftest import Host, until
+from tests.support.patience import PATIENCE_S
 
 
 async def start(host: Host, *arguments: str) -> asyncio.subprocess.Process:
@@ -37,7 +38,7 @@ async def start(host: Host, *arguments: str) -> asyncio.subprocess.Process:
 
 async def opificia(host: Host, *arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
     process = await start(host, *arguments)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         out, err = await process.communicate(stdin)
     assert process.returncode is not None
     return process.returncode, out.decode("utf-8", "surrogateescape"), err.decode()

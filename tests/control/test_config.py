@@ -12,6 +12,7 @@ from control.app import Control, StartError
 from control.config import ControlConfig
 from gateway.runtime.settings import SettingsError, parse
 from tests.control.conftest import Host
+from tests.support.patience import PATIENCE_S
 
 
 def problems(text: str) -> list[str]:
@@ -105,7 +106,7 @@ async def control(*arguments: str) -> tuple[int, str]:
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-m", "control", *arguments, stderr=asyncio.subprocess.PIPE
     )
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         _, err = await process.communicate()
     assert process.returncode is not None
     return process.returncode, err.decode()

@@ -14,6 +14,7 @@ from control.client import ControlClient, ControlUnavailableError
 from control.db.database import StoreUnavailableError
 from control.plan.session import SessionState
 from tests.control.conftest import Host, until
+from tests.support.patience import PATIENCE_S
 
 TALK = ("sh", "-c", "while :; do echo 01234567890123456789; done")
 
@@ -22,7 +23,7 @@ async def leave_early(host: Host, request: bytes) -> None:
     """Send a request, read the head of its answer, and go."""
     reader, writer = await asyncio.open_unix_connection(host.api)
     writer.write(request)
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         head = await reader.readuntil(b"\r\n\r\n")
     assert head.startswith(b"HTTP/1.1 200")
     writer.transport.abort()

@@ -25,6 +25,7 @@ from control.sessions import record as record_module
 from control.sessions.record import Record, Recorder
 from control.spec import SandboxSpec
 from tests.control.conftest import until
+from tests.support.patience import PATIENCE_S
 
 
 class Flaky(Store):
@@ -192,7 +193,7 @@ async def test_a_full_disk_fails_the_impatient_and_holds_the_patient(
         await recorder.record(record, LaunchRequested(), patient=False)
     assert record.number == 0
     waiting = asyncio.create_task(recorder.record(record, LaunchRequested()))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while refused < 2:
             await asyncio.sleep(0)
     assert not waiting.done()

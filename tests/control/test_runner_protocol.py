@@ -44,7 +44,9 @@ from control.spec import SandboxSpec
 from gateway.contract.ids import token_sha256
 from gateway.contract.policy import Grant
 from tests.control.conftest import until
+from tests.support.app_server import AppServer
 from tests.support.fake_gateway import FakeGateway
+from tests.support.patience import PATIENCE_S
 
 TOKEN = "token-of-the-test"
 FRAME = 64 * 1024
@@ -75,10 +77,9 @@ class Line:
         self.channel = Channel(self.record, self.recorder, FRAME)
         self._keeping = asyncio.create_task(self.channel.keep())
         runners = server.RunnerServer(lambda name: self.channel if name == "s1" else None, FRAME)
-        app = web.AppRunner(runners.application(), shutdown_timeout=0.1)
-        await app.setup()
-        self._stack.push_async_callback(app.cleanup)
-        await web.UnixSite(app, str(self.root / "runner.sock")).start()
+        app = AppServer(runners.application(), shutdown_timeout=0.1)
+        self._stack.push_async_callback(app.close)
+        await app.listen(self.root / "runner.sock")
         await self.gateway.start()
         self.gateway.grants["s1"] = Grant(session="s1", token_sha256=token_sha256(TOKEN))
         self.url = f"{self.gateway.runner_url}?session=s1"
@@ -158,7 +159,7 @@ async def runner(line: Line) -> AsyncIterator[asyncio.subprocess.Process]:
 async def followed(handle: RunHandle) -> tuple[dict[Stream, bytes], Completed]:
     """Take a run's output to its end."""
     taken = dict.fromkeys(Stream, b"")
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             message = await handle.next()
             if isinstance(message, Completed):
@@ -271,7 +272,7 @@ async def test_a_cut_connection_is_resumed_without_loss_or_duplicate(
     handle = await line.run("r1", sys.executable, "-c", script)
     taken = b""
     cuts = 0
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while not isinstance(message := await handle.next(), Completed):
             taken += message.content()
             if cuts < 5 and taken.count(b"\n") > (cuts + 1) * 400:
@@ -366,7 +367,7 @@ async def receive(socket: aiohttp.ClientWebSocketResponse) -> dict[str, Any]:
 
 async def ended(socket: aiohttp.ClientWebSocketResponse) -> None:
     """Wait for the end of a connection."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while not socket.closed:
             await socket.receive()
 
@@ -698,21 +699,20 @@ async def test_no_second_request_is_read_from_a_connection_whatever_the_first_ca
         return None
 
     runners = server.RunnerServer(channel_of, FRAME)
-    app = web.AppRunner(runners.application(), shutdown_timeout=0.1)
-    await app.setup()
+    app = AppServer(runners.application(), shutdown_timeout=0.1)
     upgrade = "Host: control\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
     upgrade += "Sec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n"
     with tempfile.TemporaryDirectory(prefix="opificia-") as folder:
-        await web.UnixSite(app, f"{folder}/runner.sock").start()
+        await app.listen(Path(folder) / "runner.sock")
         for path in ("/runner", "/elsewhere"):
             reader, writer = await asyncio.open_unix_connection(f"{folder}/runner.sock")
             for session in ("s1", "s2"):
                 writer.write(f"GET {path} HTTP/1.1\r\n{upgrade}X-Opificia-Session: {session}\r\n\r\n".encode())
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 answer = await reader.read()
             writer.close()
             assert answer.count(b"HTTP/1.1 404") == 1
-        await app.cleanup()
+        await app.close()
     assert asked == ["s1"]
 
 

@@ -20,6 +20,7 @@ from control.plan.container import (
 from control.plan.environment import sandbox_environment
 from control.plan.network import NetworkSettings
 from gateway.contract.limits import MIB, ControlLimits
+from tests.support.patience import PATIENCE_S
 
 HOST_ID: Final = "test-host"
 TOKEN: Final = "a-token-of-the-test"
@@ -85,14 +86,14 @@ class Sandbox:
 
     async def ended(self) -> Ended:
         """Wait for its end and all its output."""
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             exit_ = await self._service.wait(self.container)
             await self._following
         return Ended(exit_, self.output.stdout.decode(), self.output.stderr.decode())
 
     async def said(self, text: str) -> None:
         """Wait until its output holds `text`."""
-        async with asyncio.timeout(30):
+        async with asyncio.timeout(PATIENCE_S):
             while text.encode() not in self.output.stdout:
                 if self._following.done():
                     raise AssertionError(f"ended without {text!r}: {self.output.stdout!r} {self.output.stderr!r}")

@@ -12,6 +12,8 @@ from gateway.contract.limits import ControlLimits
 from tests.docker.sandboxes import HOST_ID, Sandboxes
 from tests.support.engine import PrivateEngine
 from tests.support.faults import Fault, FaultProxy, Kind, Way
+from tests.support.listener import StreamServer
+from tests.support.patience import PATIENCE_S
 
 _EAT = "python3 -c 'b = []\nwhile True: b.append(bytearray(8 << 20))'"
 
@@ -86,7 +88,7 @@ async def test_a_request_that_arrives_cut_is_tried_again_and_ends_nothing(
                 await behind.owned()
             waiting = asyncio.create_task(behind.wait(sandbox.container))
             before = wire.acted
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while wire.acted == before:
                     await asyncio.sleep(0.01)
             wire.clear()
@@ -109,7 +111,7 @@ async def test_removed_behind_our_back_is_told_at_once(sandboxes: Sandboxes, ser
     await sandbox.said("up")
     waiting = asyncio.create_task(service.wait(sandbox.container))
     await service.remove(sandbox.container)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(NotFoundError):
             await waiting
         await sandbox._following
@@ -188,7 +190,7 @@ async def test_an_engine_that_is_away_is_told_in_one_sentence(tmp_path: object) 
         await service.close()
 
 
-async def test_a_hanging_engine_is_given_up_at_the_deadline_while_the_loop_goes_on(tmp_path: object) -> None:
+async def test_a_hanging_engine_is_given_up_at_the_deadline_while_the_loop_goes_on(tmp_path: Path) -> None:
     open_ = 0
     all_closed = asyncio.Event()
 
@@ -202,7 +204,7 @@ async def test_a_hanging_engine_is_given_up_at_the_deadline_while_the_loop_goes_
         if not open_:
             all_closed.set()
 
-    server = await asyncio.start_unix_server(hang, f"{tmp_path}/docker.sock")
+    server = StreamServer(hang, tmp_path / "docker.sock")
     limits = ControlLimits(engine_timeout_ms=1_000, engine_threads=2)
     service = DockerService(DockerSettings(socket=f"{tmp_path}/docker.sock"), HOST_ID, limits=limits)
     ticks = 0
@@ -223,5 +225,4 @@ async def test_a_hanging_engine_is_given_up_at_the_deadline_while_the_loop_goes_
         ticking.cancel()
         await service.close()
         await all_closed.wait()
-        server.close()
-        await server.wait_closed()
+        await server.stop()

@@ -10,6 +10,7 @@ from control.docker.types import EngineError, NotFoundError
 from control.plan.container import ROLE_VOLUMES
 from tests.docker.sandboxes import HOST_ID
 from tests.support.engine import PrivateEngine
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -66,7 +67,7 @@ async def test_a_helper_that_restarts_is_waited_for(helper: Helper, engine: Priv
 
 
 async def test_a_missing_helper_is_told_at_once_with_the_remedy(service: DockerService) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         with pytest.raises(NotFoundError, match="host prepare"):
             await Helper(service._engine, "another-host", ROLE_VOLUMES).run(["true"])
 

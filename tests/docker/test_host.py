@@ -16,6 +16,7 @@ from control.plan.host import HostPlan
 from control.plan.network import NetworkSettings
 from tests.docker.sandboxes import Sandboxes
 from tests.support.engine import PrivateEngine
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -90,14 +91,14 @@ async def test_rules_are_loaded_by_the_engine_itself_as_after_a_reboot(
 ) -> None:
     await service._host._firewall.execute(["nft", "flush", "ruleset"])
     await asyncio.to_thread(client.api.restart, "opificia-sandbox-firewall", 5)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while await service.verify_host(plan):
             await asyncio.sleep(0.05)
 
 
 async def test_rules_survive_an_engines_restart(service: DockerService, plan: HostPlan, engine: PrivateEngine) -> None:
     await asyncio.to_thread(engine.restart)
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(PATIENCE_S):
         while await service.verify_host(plan):
             await asyncio.sleep(0.1)
     assert await service.prepare_host(plan) == []

@@ -14,6 +14,7 @@ from control.images.store import install, load
 from control.plan.container import ImageSettings
 from tests.support.engine import PrivateEngine
 from tests.support.paths import IMAGES
+from tests.support.patience import PATIENCE_S
 
 SETTINGS = ImageSettings()
 
@@ -42,7 +43,7 @@ async def test_an_image_without_python_cannot_run_the_runner(service: DockerServ
 
 
 async def test_a_missing_image_is_none_at_once_and_never_pulled(service: DockerService) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         assert await service.image("registry.invalid/nothing:1") is None
 
 

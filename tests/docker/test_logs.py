@@ -16,6 +16,7 @@ from tests.docker.door import Door
 from tests.docker.sandboxes import HOST_ID, Output, Sandboxes
 from tests.support.engine import PrivateEngine
 from tests.support.faults import Fault, FaultProxy, Kind
+from tests.support.patience import PATIENCE_S
 
 
 async def test_an_instant_exit_loses_nothing(sandboxes: Sandboxes) -> None:
@@ -26,7 +27,7 @@ async def test_an_instant_exit_loses_nothing(sandboxes: Sandboxes) -> None:
 
 async def test_output_arrives_byte_for_byte(sandboxes: Sandboxes) -> None:
     sandbox = await sandboxes.launch("head -c 3000000 /dev/urandom | tee >(sha256sum >&2)")
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await sandbox._following
     stdout = sandbox.output.stdout
     assert len(stdout) == 3_000_000
@@ -44,14 +45,14 @@ async def test_following_begun_late_goes_on_behind_what_was_taken(sandboxes: San
     )
     await sandbox.said("weiter")
     late = Output({LogStream.STDOUT: len("ünd so ".encode()), LogStream.STDERR: 6})
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await service.follow_logs(sandbox.container, late)
     assert late.stdout == b"weiterend\n"
     assert late.stderr == b"text"
 
 
 async def test_following_a_container_that_is_gone_returns(service: DockerService) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await service.follow_logs("no-such-container", Output())
 
 
@@ -110,7 +111,7 @@ async def test_nothing_is_lost_or_repeated_when_the_disk_is_full_for_a_while(
     disk = FullDisk()
     following = asyncio.create_task(service.follow_logs(made.container, disk))
     await made.start()
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         await following
     assert disk.refusals == 0
     assert disk.stdout.decode().splitlines() == [f"line {n}" for n in range(1, 101)]

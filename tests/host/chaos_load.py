@@ -12,6 +12,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Final
 
+from tests.support.listener import StreamServer
+
 HOST: Final = "bulk.chaos.test"
 END: Final = "/work/end"
 TUNNELS: Final = 3
@@ -157,8 +159,5 @@ async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) ->
 @asynccontextmanager
 async def far_side() -> AsyncIterator[int]:
     """Run the server that sends back what it is sent, and at the end its checksum; yields its port."""
-    server = await asyncio.start_server(_answer, "127.0.0.1", 0)
-    try:
-        yield server.sockets[0].getsockname()[1]
-    finally:
-        server.close()
+    async with StreamServer(_answer, ("127.0.0.1", 0)) as server:
+        yield server.port

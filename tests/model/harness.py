@@ -21,6 +21,8 @@ from gateway.metrics import Metrics
 from gateway.net.model import IPAddress, ModelClient
 from gateway.net.poller import Poller
 from gateway.registry import Registry
+from tests.support.listener import bound
+from tests.support.patience import PATIENCE_S
 
 TOKEN = "token-of-session-s1"
 KEY = "sk-operator-key-0123456789"
@@ -97,7 +99,7 @@ class Proxy:
         await until(lambda: self.gateway.model.running == 0)
 
 
-async def until(condition: Callable[[], bool], seconds: float = 10) -> None:
+async def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
     """Wait for a condition that no event announces."""
     async with asyncio.timeout(seconds):
         while not condition():
@@ -136,22 +138,23 @@ async def running_proxy(
     loop = asyncio.get_running_loop()
     poller = Poller(loop)
     gateway.model.start(poller)
-    listening = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    listening = bound(("127.0.0.1", 0))
     listening.setblocking(False)
     proxy.port = listening.getsockname()[1]
 
-    async def accept() -> None:
-        while True:
-            sock, _ = await loop.sock_accept(listening)
-            source = ip_address(caller) if caller else None
-            proxy.clients.append(ModelClient(gateway, poller, sock, source, proxy.route_again))
+    def accept() -> None:
+        sock, _ = listening.accept()
+        sock.setblocking(False)
+        source = ip_address(caller) if caller else None
+        proxy.clients.append(ModelClient(gateway, poller, sock, source, proxy.route_again))
 
-    accepting = loop.create_task(accept())
+    # Not `sock_accept`: cancelled in the turn in which it accepted, it loses the socket.
+    loop.add_reader(listening.fileno(), accept)
     try:
         yield proxy
         await proxy.settled()
     finally:
-        accepting.cancel()
+        loop.remove_reader(listening.fileno())
         listening.close()
         await gateway.model.close()
         await until(lambda: gateway.model.client_count == 0)

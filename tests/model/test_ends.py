@@ -5,7 +5,6 @@ import gc
 import json
 import socket
 import struct
-import time
 
 import pytest
 
@@ -15,6 +14,7 @@ from gateway.core.verdict import CloseReason
 from gateway.net import model_proxy
 from tests.model.harness import running_proxy, until
 from tests.model.wire import STREAM_HEAD, Peer, ask, connected, request, scripted
+from tests.support.patience import within
 from tests.support.provider import FakeProvider
 
 START = (
@@ -45,10 +45,8 @@ async def test_the_provider_is_left_within_a_second_of_the_client_leaving_in_mid
         async with connected(proxy.port) as client:
             await client.send(request())
             await client.reader.readuntil(b"\n\n\r\n")
-        left = time.monotonic()
-        async with asyncio.timeout(2):
+        async with within(1):
             await upstream.ended[0].wait()
-        assert time.monotonic() - left < 1
         await proxy.settled()
         assert (proxy.usage().input_tokens, proxy.usage().output_tokens) == (25, 1)
         assert proxy.audit.lines[-1].reason == "client_gone"
@@ -66,7 +64,7 @@ async def test_the_provider_is_left_within_a_second_of_the_client_leaving_before
                 client.writer.write_eof()
             else:
                 client.close()
-            async with asyncio.timeout(1):
+            async with within(1):
                 await upstream.ended[0].wait()
 
 
@@ -75,7 +73,7 @@ async def test_the_provider_is_left_when_the_client_leaves_in_mid_body() -> None
         async with connected(proxy.port) as client:
             await client.send(request(b"x" * 100, length=False, headers=("Content-Length: 1000",)))
             await until(lambda: upstream.requests == 1)
-        async with asyncio.timeout(1):
+        async with within(1):
             await upstream.ended[0].wait()
 
 
@@ -92,7 +90,7 @@ async def test_a_client_that_leaves_while_it_is_not_read_is_noticed() -> None:
             # A reset: a plain close would wait in the kernel behind the bytes that nobody takes.
             sock = client.writer.get_extra_info("socket")
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
-        async with asyncio.timeout(1):
+        async with within(1):
             await proxy.settled()
         release.set()
 
@@ -117,7 +115,7 @@ async def test_a_client_that_leaves_without_reading_its_reply_is_noticed(how: st
             client.writer.write_eof()
         else:
             client.close()
-        async with asyncio.timeout(1):
+        async with within(1):
             await upstream.ended[0].wait()
         await proxy.settled()
         assert proxy.audit.lines[-1].reason == "client_gone"
@@ -131,7 +129,7 @@ async def test_a_client_that_closes_while_a_row_of_its_requests_waits_is_noticed
         client.writer.write(request(b"x" * 100_000))
         await until(lambda: proxy.clients[0].is_paused)
         client.writer.write_eof()
-        async with asyncio.timeout(1):
+        async with within(1):
             await upstream.ended[0].wait()
 
 
@@ -184,30 +182,30 @@ async def test_a_provider_that_closes_without_a_reply_becomes_502() -> None:
 
 
 async def test_a_provider_that_stays_silent_becomes_504() -> None:
-    limits = {"model_first_byte_timeout_ms": 80}
+    limits = {"model_first_byte_timeout_ms": 800}
     async with scripted(silent) as upstream, running_proxy(upstream.url, limits=limits) as proxy:
         answer = await ask(proxy.port, request())
         assert answer.status == 504
         assert json.loads(answer.body)["error"]["type"] == "timeout_error"
         assert answer.header(b"x-should-retry") is None
-        async with asyncio.timeout(1):
+        async with within(1):
             await upstream.ended[0].wait()
 
 
 async def test_a_provider_that_falls_silent_in_mid_stream_is_cut() -> None:
-    limits = {"model_idle_timeout_ms": 80}
+    limits = {"model_idle_timeout_ms": 800}
     async with scripted(streaming) as upstream, running_proxy(upstream.url, limits=limits) as proxy:
         async with connected(proxy.port) as client:
             await client.send(request())
             data = await client.closed()
         assert data.endswith(chunk(START))
         assert proxy.audit.lines[-1].reason == "timeout"
-        async with asyncio.timeout(1):
+        async with within(1):
             await upstream.ended[0].wait()
 
 
 async def test_a_stream_that_goes_on_for_too_long_is_cut(provider: FakeProvider) -> None:
-    limits = {"model_total_timeout_ms": 200}
+    limits = {"model_total_timeout_ms": 1_500}
     async with running_proxy(f"http://127.0.0.1:{provider.port}", limits=limits) as proxy:
         async with connected(proxy.port) as client:
             await client.send(request(b'{"model":"fake-long","stream":true}'))
@@ -241,7 +239,7 @@ async def test_a_session_that_is_revoked_loses_its_streams_at_once() -> None:
             assert session is not None
             assert await client.closed() == b""
             assert session.model.usage().input_tokens == 25
-        async with asyncio.timeout(1):
+        async with within(1):
             await upstream.ended[0].wait()
         assert proxy.audit.lines[-1].reason == "revoked"
 

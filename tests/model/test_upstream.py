@@ -111,7 +111,7 @@ async def test_connections_are_bounded_and_requests_wait_for_one(provider: FakeP
 
 
 async def test_a_request_that_gets_no_connection_in_time_becomes_503(provider: FakeProvider) -> None:
-    limits = {"model_upstream_connections": 1, "model_connect_timeout_ms": 80}
+    limits = {"model_upstream_connections": 1, "model_connect_timeout_ms": 1_500}
     async with running_proxy(f"http://127.0.0.1:{provider.port}", limits=limits) as proxy:
         async with connected(proxy.port) as client:
             await client.send(request(b'{"model":"fake-silent"}'))

@@ -7,6 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass, field
 
 from tests.model.harness import TOKEN
+from tests.support.listener import StreamServer
+from tests.support.patience import PATIENCE_S
 
 PATH = "/model/s1/v1/messages"
 
@@ -98,8 +100,8 @@ class Client:
 
 @contextlib.asynccontextmanager
 async def connected(port: int) -> AsyncIterator[Client]:
-    """Connect a client; nothing in the block may take long."""
-    async with asyncio.timeout(10):
+    """Connect a client for a block that must end."""
+    async with asyncio.timeout(PATIENCE_S):
         reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=1 << 24)
         client = Client(reader, writer)
         try:
@@ -191,12 +193,8 @@ async def scripted(
     """Run an upstream whose every connection is served by `handler`, and closed after it."""
     upstream = Upstream()
     failures: list[BaseException] = []
-    tasks: set[asyncio.Task[None]] = set()
 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        tasks.add(task)
         received, ended = bytearray(), asyncio.Event()
         upstream.received.append(received)
         upstream.ended.append(ended)
@@ -207,19 +205,11 @@ async def scripted(
         except BaseException as error:
             failures.append(error)
         finally:
-            writer.close()
             ended.set()
-            tasks.discard(task)
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0, limit=1 << 24, ssl=tls)
-    upstream.port = server.sockets[0].getsockname()[1]
-    try:
+    async with StreamServer(serve, ("127.0.0.1", 0), tls=tls, limit=1 << 24) as server:
+        upstream.port = server.port
         yield upstream
-    finally:
-        server.close()
-        for task in list(tasks):
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
     if failures:
         raise failures[0]
 

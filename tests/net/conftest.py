@@ -4,7 +4,7 @@ What a sandbox may say is tested twice: at the port itself, and from a container
 """
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -13,6 +13,7 @@ import uvloop
 from tests.support.engine import PrivateEngine
 from tests.support.forwarded import Forwarded
 from tests.support.gateway_process import GatewayProcess, doors, gateway_process
+from tests.support.sockets import drop_clients
 
 TWICE = {
     "test_connect_requests",
@@ -33,6 +34,13 @@ def pytest_asyncio_loop_factories(item: pytest.Item) -> dict[str, Callable[[], a
     if item.path.stem in INSIDE:
         return {"uvloop": uvloop.new_event_loop}
     return {"asyncio": asyncio.new_event_loop}
+
+
+@pytest.fixture(autouse=True)
+async def clients_end_with_their_test() -> AsyncIterator[None]:
+    """Drop what a failed test left open."""
+    yield
+    await drop_clients()
 
 
 @pytest.fixture(scope="package")

@@ -6,6 +6,7 @@ import json
 import pytest
 
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import basic, echo_server
 
 GOOD = ("s1", TOKEN)
@@ -68,7 +69,7 @@ async def test_refuses_a_head_of_64_kib(gateway: GatewayProcess) -> None:
 
 
 async def test_closes_a_head_that_comes_a_byte_at_a_time_at_the_deadline() -> None:
-    with gateway_process({"limits": {"head_timeout_ms": 300}}) as gateway:
+    with gateway_process({"limits": {"head_timeout_ms": 1_500}}) as gateway:
         async with await gateway.client() as client:
             await client.send(b"CONNECT a.example:443 HT")
             reply = await client.reply()
@@ -196,7 +197,7 @@ async def test_unauthenticated_connections_are_capped_for_each_source() -> None:
                 except (asyncio.IncompleteReadError, ConnectionError):
                     return False
 
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while not await served():
                 await asyncio.sleep(0)
         for client in held[1:]:

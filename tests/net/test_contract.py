@@ -26,7 +26,8 @@ from gateway.contract.policy import EgressBudget, Grant, NetworkLevel, Usage
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
-from tests.support.sockets import PATIENCE_S, Client, echo_server, proxy_v2
+from tests.support.patience import PATIENCE_S
+from tests.support.sockets import Client, echo_server, proxy_v2
 
 
 def grant(session: str = "s1", **changes: Any) -> Grant:
@@ -147,7 +148,7 @@ async def test_says_what_it_would_decide_and_a_slow_name_holds_up_no_grant(tmp_p
         names.script("good.example.com", Records(("9.9.9.9",)))
         names.script("bad.example.com", Records(("9.9.9.9", "10.0.0.1")))
         egress = {"nameservers": [names.address], "allow_loopback": False}
-        limits = {"dns_timeout_ms": 1_500}
+        limits = {"dns_timeout_ms": 2_500}
         async with contracted(tmp_path, egress=egress, limits=limits) as (_, path):
             control = await Control.connect(path)
             await control.welcome()
@@ -184,7 +185,7 @@ async def test_a_gateway_without_a_snapshot_waits_for_it_and_then_says_503(tmp_p
 
 
 async def test_a_request_that_came_before_the_snapshot_goes_on_when_it_comes(tmp_path: Path) -> None:
-    async with contracted(tmp_path, limits={"resync_wait_ms": 10_000}) as (gateway, path), echo_server() as server:
+    async with contracted(tmp_path, limits={"resync_wait_ms": 120_000}) as (gateway, path), echo_server() as server:
         client = await gateway.client()
         waiting = asyncio.create_task(client.tunnel(f"127.0.0.1:{server.port}", ("s1", TOKEN)))
         control = await Control.connect(path)

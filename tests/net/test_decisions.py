@@ -10,6 +10,7 @@ from gateway.net.decisions import MAX_DECISIONS, Decision, Decisions, key_of_con
 from gateway.registry import Registry
 from tests.support.dns_server import DnsServer, Records
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import Reply, echo_server, proxy_v2
 
 GOOD = ("s1", TOKEN)
@@ -24,7 +25,7 @@ async def reload_until(gateway: GatewayProcess, target: str, condition: Callable
     """Write the files, have them read, and ask in the same words until the change is in force."""
     gateway.write_files()
     gateway.signal(signal.SIGHUP)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while True:
             try:
                 reply = await ask(gateway, target)
@@ -46,7 +47,7 @@ async def test_the_same_words_open_the_same_tunnel_and_each_is_logged() -> None:
                     assert await client.read_exactly(5) == b"early"
                     client.end()
                     assert await client.read_to_end() == b""
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while len(gateway.audit("s1")) < 6:
                     await asyncio.sleep(0.01)
             lines = gateway.audit("s1")
@@ -104,7 +105,7 @@ async def test_a_name_that_moved_inside_is_refused_when_its_answer_has_expired()
         target = f"moving.example.com:{server.port}"
         with gateway_process({"egress": {"nameservers": [names.address]}}) as gateway:
             assert (await ask(gateway, target)).status == 200
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while (reply := await ask(gateway, target)).status == 200:
                     pass
             assert (reply.status, reply.reason) == (403, "address_not_public")

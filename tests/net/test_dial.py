@@ -5,13 +5,14 @@ import gc
 import socket
 import warnings
 from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from contextlib import ExitStack, asynccontextmanager, contextmanager
 from ipaddress import IPv4Address, IPv6Address, ip_address
 
 import pytest
 
 from gateway.core.verdict import DenyReason
 from gateway.net.dial import MAX_ATTEMPTS, Connected, Dialer, DialError, IPAddress, interleave
+from tests.support.patience import PATIENCE_S, within
 
 ALIVE = IPv4Address("127.0.0.1")
 
@@ -19,8 +20,10 @@ ALIVE = IPv4Address("127.0.0.1")
 @asynccontextmanager
 async def dialing(timeout_s: float = 5.0) -> AsyncIterator[Dialer]:
     dialer = Dialer(asyncio.get_running_loop(), timeout_s)
-    yield dialer
-    dialer.close()
+    try:
+        yield dialer
+    finally:
+        dialer.close()
 
 
 @contextmanager
@@ -33,17 +36,15 @@ def listening(host: str = "127.0.0.1", port: int = 0) -> Iterator[int]:
 @contextmanager
 def silent(host: str, port: int = 0) -> Iterator[int]:
     """A listener with a full queue drops every SYN, as a dead host does; yields its port."""
-    with socket.socket() as server:
+    with socket.socket() as server, ExitStack() as fillers:
         server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         server.bind((host, port))
         server.listen(0)
-        fillers = [socket.socket() for _ in range(4)]
-        for filler in fillers:
+        for _ in range(4):
+            filler = fillers.enter_context(socket.socket())
             filler.setblocking(False)
             filler.connect_ex(server.getsockname())
         yield server.getsockname()[1]
-        for filler in fillers:
-            filler.close()
 
 
 async def reached(dialer: Dialer, addresses: list[IPAddress], port: int) -> IPAddress:
@@ -86,19 +87,19 @@ async def test_connects_to_the_address_with_the_options_a_tunnel_needs() -> None
 
 async def test_a_refused_address_is_followed_by_the_next_at_once() -> None:
     with listening() as port:
-        async with dialing() as dialer, asyncio.timeout(0.2):
+        async with dialing() as dialer, within(0.2):
             assert await reached(dialer, addresses("127.0.0.3", "127.0.0.4", "127.0.0.1"), port) == ALIVE
 
 
 async def test_a_silent_address_is_followed_by_the_next_soon() -> None:
     with listening() as port, silent("127.0.0.3", port):
-        async with dialing() as dialer, asyncio.timeout(2):
+        async with dialing() as dialer, within(2):
             assert await reached(dialer, addresses("127.0.0.3", "127.0.0.1"), port) == ALIVE
 
 
 async def test_an_unreachable_family_is_followed_by_the_other_at_once() -> None:
     with listening() as port:
-        async with dialing() as dialer, asyncio.timeout(2):
+        async with dialing() as dialer, within(2):
             assert await reached(dialer, addresses("127.0.0.1", "::ffff:255.255.255.255"), port) == ALIVE
 
 
@@ -121,7 +122,7 @@ async def test_the_real_error_is_told_in_words_without_an_address(address: str, 
 
 async def test_all_addresses_together_have_one_time_limit() -> None:
     with silent("127.0.0.3") as port, silent("127.0.0.4", port), silent("127.0.0.5", port):
-        async with dialing(timeout_s=0.4) as dialer, asyncio.timeout(2):
+        async with dialing(timeout_s=0.4) as dialer, within(2):
             result = await dialer.connect(addresses("127.0.0.3", "127.0.0.4", "127.0.0.5"), port)
             assert isinstance(result, DialError)
             assert result.reason is DenyReason.CONNECT_TIMEOUT
@@ -142,7 +143,7 @@ async def test_a_cancelled_dial_is_not_answered_and_leaves_nothing() -> None:
             dial = dialer.dial(addresses("127.0.0.3", "127.0.0.4"), port, answers.append)
             dial.cancel()
             later = dialer.dial(addresses("127.0.0.3"), port, answers.append)
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(PATIENCE_S):
                 while not later.finished:
                     await asyncio.sleep(0.01)
             assert len(answers) == 1

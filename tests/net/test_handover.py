@@ -19,7 +19,8 @@ from tests.net.test_tunnel import HTTPS_ADDRESS, opened, server_on
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import Exchange, origin, say_hello
-from tests.support.sockets import PATIENCE_S, Client, basic, echo, echo_server
+from tests.support.patience import PATIENCE_S
+from tests.support.sockets import Client, basic, echo, echo_server
 from tests.support.tls_server import Authority, client_hello
 
 GOOD = ("s1", TOKEN)
@@ -35,6 +36,18 @@ async def until(condition: Callable[[], bool]) -> None:
     async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0.01)
+
+
+def was_read(client: Client) -> bool:
+    """Tell whether the gateway has read all that the client sent: nothing of it waits in its socket (proc(5))."""
+    raw = client.writer.get_extra_info("socket")
+    ends = [f"0100007F:{raw.getpeername()[1]:04X}", _hex_address(raw.getsockname())]
+    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return [fields[4].split(":")[1] for fields in lines if fields[1:3] == ends] == ["00000000"]
+
+
+def _hex_address(address: tuple[str, int]) -> str:
+    return f"{socket.inet_aton(address[0])[::-1].hex().upper()}:{address[1]:04X}"
 
 
 def left(gateway: GatewayProcess) -> list[tuple[int, int, int]]:
@@ -182,7 +195,7 @@ async def test_a_client_hello_has_one_deadline_over_all_restarts() -> None:
                 await client.send(b"\x16\x03\x01")
                 ended = asyncio.create_task(client.read_to_end())
                 # Each life is shorter than the limit; if it began anew each time this would go on for ever.
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(PATIENCE_S):
                     while not ended.done():
                         await asyncio.wait([ended], timeout=0.4)
                         await restarted(gateway)
@@ -294,15 +307,16 @@ async def test_a_byte_budget_goes_on_to_its_last_byte() -> None:
 
 async def test_slots_are_held_and_waited_for_over_a_restart() -> None:
     session = {"id": "s1", "egress_budget": {"bytes": 0, "connections": 2}}
-    with gateway_process(sessions=[session], stored=8) as gateway:
+    with gateway_process({"limits": {"egress_slot_wait_ms": 120_000}}, [session], stored=8) as gateway:
         async with echo_server() as server:
             target = f"127.0.0.1:{server.port}"
             first, second = await opened(gateway, target), await opened(gateway, target)
             third, fourth = await gateway.client(), await gateway.client()
-            waiting = [asyncio.create_task(third.tunnel(target, GOOD))]
-            await asyncio.sleep(0.05)
-            waiting.append(asyncio.create_task(fourth.tunnel(target, GOOD)))
-            await asyncio.sleep(0.05)
+            waiting = []
+            for client in (third, fourth):
+                waiting.append(asyncio.create_task(client.tunnel(target, GOOD)))
+                await asyncio.sleep(0)
+                await until(lambda client=client: was_read(client))  # type: ignore[misc]
             await restarted(gateway)
             assert not any(task.done() for task in waiting)
             await first.close()
@@ -319,7 +333,7 @@ async def test_the_idle_limit_counts_over_restarts() -> None:
         async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
             ended = asyncio.create_task(client.read_to_end())
             # Each life is shorter than the limit.
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while not ended.done():
                     await asyncio.wait([ended], timeout=0.5)
                     await restarted(gateway)
@@ -439,7 +453,7 @@ async def _exchange(client: Client, size: int, over: asyncio.Event) -> int:
         data = os.urandom(50_000)
         client.writer.write(data)
         sent += len(data)
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(PATIENCE_S):
             assert await client.reader.readexactly(len(data)) == data
         await asyncio.sleep(0)
     return sent

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Final
 
 from tests.support.gateway_process import TOKEN, gateway_process
+from tests.support.listener import StreamServer
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import basic
 
 CONNECTIONS: Final = 1_500
@@ -88,12 +90,9 @@ async def careless_hosts(chance: random.Random) -> AsyncIterator[tuple[int, Path
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         control = Path(folder) / "control.sock"
-        async with (
-            await asyncio.start_server(serve, "127.0.0.1", 0) as tcp,
-            await asyncio.start_unix_server(serve, control),
-        ):
+        async with StreamServer(serve, ("127.0.0.1", 0)) as tcp, StreamServer(serve, control):
             control.chmod(0o666)
-            yield tcp.sockets[0].getsockname()[1], control
+            yield tcp.port, control
 
 
 async def attack(port: int, data: bytes, chance: random.Random) -> None:
@@ -146,7 +145,7 @@ async def test_a_mix_of_everything_breaks_nothing_and_leaves_nothing() -> None:
 
             await asyncio.gather(*(attacker() for _ in range(AT_ONCE)))
             # Whatever hangs is ended by its deadline.
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while gateway.descriptors() > before + 4:
                     await asyncio.sleep(0.05)
             for word in ("Traceback", "ERROR", "Warning:"):

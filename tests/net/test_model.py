@@ -19,6 +19,7 @@ from tests.net.test_plain import ask
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
 from tests.support.origin import origin
+from tests.support.patience import PATIENCE_S, within
 from tests.support.provider import TEXT, FakeProvider
 
 KEY = "sk-operator-secret-0123456789"
@@ -67,7 +68,7 @@ async def modelling(
 @asynccontextmanager
 async def connected(gateway: GatewayProcess, session: str = "s1") -> AsyncIterator[wire.Client]:
     """Connect from where the session's sandbox is."""
-    async with await gateway.client(session) as client, asyncio.timeout(20):
+    async with await gateway.client(session) as client, asyncio.timeout(PATIENCE_S):
         yield wire.Client(client.reader, client.writer)
 
 
@@ -156,7 +157,8 @@ async def test_the_provider_is_left_within_a_second_of_the_client_leaving(
         async with connected(gateway) as client:
             await client.send(message("fake-long", stream=True))
             await client.reader.readuntil(b"\n\n\r\n")
-        await until(lambda: provider.cancelled == 1, 1)
+        async with within(1):
+            await until(lambda: provider.cancelled == 1)
         line = await gateway.await_audit("s1", event="close")
         assert line["reason"] == "client_gone"
         assert line["model"]["input_tokens"] == 25

@@ -6,6 +6,7 @@ import contextlib
 import pytest
 
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import Client, echo_server
 
 GOOD = ("s1", TOKEN)
@@ -45,13 +46,13 @@ async def test_running_out_of_descriptors_refuses_newcomers_and_keeps_every_tunn
                 await client.close()
 
             again = None
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while (again := await try_tunnel(gateway, target)) is None:
                     await asyncio.sleep(0.02)
             await again.close()
 
             closed: list[object] = []
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while len(closed) < opened + 1:
                     closed = [line for line in gateway.audit("s1") if line["event"] == "close"]
                     await asyncio.sleep(0.02)
@@ -96,7 +97,7 @@ async def test_a_sandbox_that_opens_very_many_connections_is_held_to_its_share_a
             storm: list[Client] = []
             tasks = {asyncio.create_task(ask_for_nothing()) for _ in range(storm_size)}
             waiting = tasks
-            async with asyncio.timeout(60):
+            async with asyncio.timeout(PATIENCE_S):
                 while len(waiting) > share:
                     _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
 
@@ -110,7 +111,7 @@ async def test_a_sandbox_that_opens_very_many_connections_is_held_to_its_share_a
                 await client.close()
             await asyncio.wait(tasks)
             again = None
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while (again := await try_tunnel(gateway, target)) is None:
                     await asyncio.sleep(0.02)
             await again.close()

@@ -370,7 +370,7 @@ async def test_a_request_hidden_in_a_body_stays_a_body(gateway: GatewayProcess) 
 
 
 async def test_a_head_that_never_ends_is_closed_at_its_deadline() -> None:
-    with gateway_process({"limits": {"head_timeout_ms": 200}}) as gateway:
+    with gateway_process({"limits": {"head_timeout_ms": 1_500}}) as gateway:
         async with origin() as server, await gateway.client() as client:
             assert (await client.ask(ask(server))).status == 200
             await client.send(b"GET http://")

@@ -8,7 +8,8 @@ from gateway.core.chunked import ChunkedReader
 from tests.net.test_plain import ask
 from tests.support.gateway_process import GatewayProcess
 from tests.support.origin import HELLO, Exchange, Script, origin, say_hello
-from tests.support.sockets import PATIENCE_S, Client
+from tests.support.patience import PATIENCE_S
+from tests.support.sockets import Client
 
 BIG = bytes(range(256)) * 16 * 1024  # 4 MiB
 

@@ -11,7 +11,7 @@ import pytest
 from tests.net.test_plain import HTTP_ADDRESS
 from tests.support.gateway_process import TOKEN, GatewayProcess
 from tests.support.origin import HELLO, Exchange, origin
-from tests.support.sockets import PATIENCE_S
+from tests.support.patience import PATIENCE_S
 
 if shutil.which("curl") is None:
     pytest.skip("curl is not installed: run scripts/setup", allow_module_level=True)

@@ -10,6 +10,7 @@ from tests.net.test_plain_bodies import BIG, says
 from tests.support.dns_server import DnsServer, Records
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import HELLO, Exchange, origin
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import Client, proxy_v2
 
 ONE_SLOT = {"id": "s1", "egress_budget": {"connections": 1}}
@@ -155,7 +156,7 @@ async def test_the_slot_comes_back_when_the_client_resets_while_the_name_is_aske
         with gateway_process({"egress": {"nameservers": [names.address]}}, [ONE_SLOT]) as gateway:
             client = await gateway.client()
             await client.send(ask("a.example"))
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while not names.queries:
                     await asyncio.sleep(0)
             client.reset()
@@ -195,7 +196,7 @@ async def test_the_slot_comes_back_when_a_client_stops_reading_and_is_gone() -> 
 
 
 async def test_an_exchange_in_which_nothing_moves_is_504() -> None:
-    with gateway_process({"limits": {"egress_idle_ms": 300}}, [ONE_SLOT]) as gateway:
+    with gateway_process({"limits": {"egress_idle_ms": 1_500}}, [ONE_SLOT]) as gateway:
         async with origin(never_answer) as server, await gateway.client() as client:
             reply = await client.ask(ask(server))
             assert (reply.status, reply.reason) == (504, "upstream_timeout")
@@ -208,7 +209,7 @@ async def test_a_response_that_stands_still_is_closed() -> None:
         await exchange.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 10\r\n\r\nhello")
         await exchange.reader.read()
 
-    with gateway_process({"limits": {"egress_idle_ms": 300}}, [ONE_SLOT]) as gateway:
+    with gateway_process({"limits": {"egress_idle_ms": 1_500}}, [ONE_SLOT]) as gateway:
         async with origin(half) as server, await gateway.client() as client:
             await client.send(ask(server))
             assert (await client.read_to_end()).endswith(b"\r\n\r\nhello")
@@ -220,16 +221,16 @@ async def test_a_response_that_moves_a_little_at_a_time_is_kept() -> None:
         await exchange.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 8\r\n\r\n")
         for _ in range(8):
             # Each pause is shorter than the limit, all together are longer.
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(0.3)
             await exchange.answer(b"x")
 
-    with gateway_process({"limits": {"egress_idle_ms": 400}}) as gateway:
+    with gateway_process({"limits": {"egress_idle_ms": 2_000}}) as gateway:
         async with origin(drip) as server, await gateway.client() as client:
             assert (await client.ask(ask(server))).body == b"x" * 8
 
 
 async def test_a_connection_without_a_request_is_closed_when_idle() -> None:
-    with gateway_process({"limits": {"egress_idle_ms": 300}}) as gateway:
+    with gateway_process({"limits": {"egress_idle_ms": 1_500}}) as gateway:
         async with origin() as server, await gateway.client() as client:
             assert (await client.ask(ask(server))).body == b"hello"
             assert await client.read_to_end() == b""
@@ -267,7 +268,7 @@ async def test_all_connections_of_a_revoked_session_close_at_once_and_are_logged
             await server.until(lambda: server.closed == 20)
             for client in clients:
                 await client.close()
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while len([line for line in gateway.audit("s1") if line["reason"] == "revoked"]) < 20:
                     await asyncio.sleep(0.01)
 
@@ -329,7 +330,7 @@ async def test_nothing_is_left_open_after_a_storm_of_clients_that_leave_at_any_p
 
             for turn in range(5):
                 await asyncio.gather(*(leave_after(turn * 7_001 + number * 13_007) for number in range(30)))
-            async with asyncio.timeout(20):
+            async with asyncio.timeout(PATIENCE_S):
                 while gateway.descriptors() > before + 1:
                     await asyncio.sleep(0.02)
             async with await gateway.client() as client:

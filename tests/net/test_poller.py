@@ -9,6 +9,7 @@ import pytest
 
 from gateway.net import poller as poller_module
 from gateway.net.poller import AFTER_VAIN, QUICK, SPIN_S, TURN_S, Poller
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -46,7 +47,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 async def until(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         while not condition():
             await asyncio.sleep(0)
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from tests.net.test_tunnel import opened
 from tests.support.code import readable_code
 from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.origin import Exchange, origin, say_hello
+from tests.support.patience import PATIENCE_S
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import echo_server
 
@@ -37,18 +39,33 @@ async def reloaded(gateway: GatewayProcess) -> None:
 
 
 class Story:
-    """A provider's stream that the test tells piece by piece."""
+    """A provider's streams that the test tells piece by piece, each by its number in the order in which they begin."""
 
     def __init__(self) -> None:
-        self.pieces: asyncio.Queue[bytes] = asyncio.Queue()
-        self.begun = asyncio.Event()
+        self._pieces: defaultdict[int, asyncio.Queue[bytes]] = defaultdict(asyncio.Queue)
+        self._begun = 0
+        self._changed = asyncio.Event()
+
+    def add(self, *pieces: bytes, stream: int = 0) -> None:
+        """Tell these as soon as the stream has begun."""
+        for piece in pieces:
+            self._pieces[stream].put_nowait(piece)
+
+    async def begun(self, streams: int = 1) -> None:
+        """Wait until so many streams have begun."""
+        async with asyncio.timeout(PATIENCE_S):
+            while self._begun < streams:
+                self._changed.clear()
+                await self._changed.wait()
 
     async def tell(self, peer: Peer) -> None:
         while True:
             await peer.request()
+            pieces = self._pieces[self._begun]
+            self._begun += 1
             await peer.send(STREAM_HEAD)
-            self.begun.set()
-            while (piece := await self.pieces.get()) != TOLD:
+            self._changed.set()
+            while (piece := await pieces.get()) != TOLD:
                 await peer.send(chunked(piece)[: -len(TOLD)])
             await peer.send(TOLD)
 
@@ -122,8 +139,8 @@ async def test_a_model_stream_goes_on_in_the_old_process_and_is_counted_in_the_n
     story = Story()
     async with telling(story.tell) as gateway, connected(gateway) as client:
         await client.send(message(stream=True))
-        await story.begun.wait()
-        await story.pieces.put(START)
+        await story.begun()
+        story.add(START)
         first = gateway.pid
         await reloaded(gateway)
         assert gateway.manager is not None
@@ -131,16 +148,19 @@ async def test_a_model_stream_goes_on_in_the_old_process_and_is_counted_in_the_n
         # The next request is the new process' while the old one still streams.
         async with connected(gateway) as other:
             await other.send(message(stream=True))
-            for piece in (DELTA, END, TOLD):
-                await story.pieces.put(piece)
-            for piece in (START, END, TOLD):
-                await story.pieces.put(piece)
+            await story.begun(2)
+            story.add(DELTA, END, TOLD)
+            story.add(START, END, TOLD, stream=1)
             replies = await asyncio.gather(client.reply(), other.reply())
             assert all(b"message_stop" in each.body for each in replies)
         await until(gateway.manager.drained)
         assert gateway.pid != first
-        lines = [line for line in gateway.audit("s1") if line["event"] == "close"]
-        assert [line["reason"] for line in lines] == ["done", "done"]
+
+        def closes() -> list[str]:
+            return [line["reason"] for line in gateway.audit("s1") if line["event"] == "close"]
+
+        await until(lambda: len(closes()) == 2)
+        assert closes() == ["done", "done"]
 
 
 async def test_connections_are_served_during_a_reload_without_a_gap() -> None:
@@ -199,8 +219,8 @@ async def test_a_session_whose_grant_ends_after_a_reload_loses_its_stream_in_an_
             await first.snapshot(grant("s1"))
             async with connected(gateway) as client:
                 await client.send(message(stream=True))
-                await story.begun.wait()
-                await story.pieces.put(START)
+                await story.begun()
+                story.add(START)
                 for _ in range(reloads):
                     await reloaded(gateway)
                 second = await Control.connect(path)
@@ -225,15 +245,14 @@ async def test_what_an_old_process_streams_is_reported_by_the_newest(tmp_path: P
             await first.snapshot(grant("s1"))
             async with connected(gateway) as client:
                 await client.send(message(stream=True))
-                await story.begun.wait()
-                await story.pieces.put(START)
+                await story.begun()
+                story.add(START)
                 for _ in range(reloads):
                     await reloaded(gateway)
                 second = await Control.connect(path)
                 assert (await second.welcome()).epoch == epoch
                 await second.snapshot(grant("s1"))
-                for piece in (END, TOLD):
-                    await story.pieces.put(piece)
+                story.add(END, TOLD)
                 await client.reply()
             report = await second.reported("s1", lambda each: each.usage.output_tokens == 42)
             assert (report.usage.model_requests, report.usage.input_tokens) == (1, 7)
@@ -245,7 +264,7 @@ async def test_the_old_process_ends_at_once_with_the_service() -> None:
     story = Story()
     async with telling(story.tell, limits={"drain_ms": 200}) as gateway, connected(gateway) as client:
         await client.send(message(stream=True))
-        await story.begun.wait()
+        await story.begun()
         await reloaded(gateway)
         assert gateway.manager is not None
         assert await asyncio.to_thread(gateway.manager.stop) == 0
@@ -258,9 +277,8 @@ async def test_the_old_process_ends_at_once_with_the_service() -> None:
 async def test_a_model_connection_between_two_requests_goes_on(by: str) -> None:
     story = Story()
     async with telling(story.tell) as gateway, connected(gateway) as client:
-        for _ in range(3):
-            for piece in (START, END, TOLD):
-                await story.pieces.put(piece)
+        for number in range(3):
+            story.add(START, END, TOLD, stream=number)
             await client.send(message(stream=True))
             assert b"message_stop" in (await client.reply()).body
             assert gateway.manager is not None
@@ -276,7 +294,7 @@ async def test_only_the_main_process_feeds_the_watchdog() -> None:
         await asyncio.to_thread(gateway.restart)
         async with connected(gateway) as client:
             await client.send(message(stream=True))
-            await story.begun.wait()
+            await story.begun()
             await reloaded(gateway)
             manager.messages.clear()
             manager.unheard.clear()
@@ -284,8 +302,7 @@ async def test_only_the_main_process_feeds_the_watchdog() -> None:
             await until(lambda: manager.messages.count("WATCHDOG=1") >= 10)
             assert not manager.drained()
             assert manager.unheard == []
-            for piece in (START, END, TOLD):
-                await story.pieces.put(piece)
+            story.add(START, END, TOLD)
             await client.reply()
         await until(manager.drained)
         assert "Traceback" not in gateway.log()

@@ -11,6 +11,7 @@ import pytest
 from gateway.core.verdict import DenyReason
 from gateway.net.resolve import MAX_ADDRESSES, Resolved, ResolveError, Resolver
 from tests.support.dns_server import Answer, DnsServer, Failure, Garbage, Records, Silence, Truncated
+from tests.support.patience import PATIENCE_S, within
 
 SERVFAIL = Failure(dns.rcode.SERVFAIL)
 MANY = tuple(f"192.0.2.{number}" for number in range(1, 255)) + tuple(
@@ -39,7 +40,7 @@ async def resolving(**limits: Any) -> AsyncIterator[tuple[DnsServer, Resolver]]:
 
 async def asked(server: DnsServer, count: int) -> None:
     """Wait until `count` queries have come."""
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         while len(server.queries) < count:
             await asyncio.sleep(0)
 
@@ -84,7 +85,7 @@ async def test_an_answer_is_kept_for_its_time_to_live_within_bounds() -> None:
         assert addresses(await resolver.look_up("a.example", "s")) == ["192.0.2.1"]
         assert resolver.cached("a.example") is not None
         assert addresses(await resolver.look_up("a.example", "s")) == ["192.0.2.1"]
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while resolver.cached("a.example") is not None:
                 await asyncio.sleep(0.01)
         assert addresses(await resolver.look_up("a.example", "s")) == ["192.0.2.2"]
@@ -136,10 +137,10 @@ async def test_the_cache_holds_a_bounded_number_of_names() -> None:
 async def test_whatever_a_server_answers_is_refused_in_bounded_time_and_remembered(
     answer: Answer, expected: DenyReason | None
 ) -> None:
-    async with resolving(timeout_s=1.0) as (server, resolver):
+    async with resolving(timeout_s=2.5) as (server, resolver):
         server.script("bad.example", answer)
         server.script("good.example", Records(("192.0.2.9",)))
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             bad, good = await asyncio.gather(
                 resolver.look_up("bad.example", "s"), resolver.look_up("good.example", "other")
             )
@@ -166,7 +167,7 @@ async def test_one_family_that_fails_does_not_take_the_other_with_it(failing: st
     async with resolving() as (server, resolver):
         server.script("a.example", Records(("192.0.2.1", "2001:db8::1")))
         server.script("a.example", failure, kind=failing)
-        async with asyncio.timeout(2):
+        async with within(2):
             found = addresses(await resolver.look_up("a.example", "s"))
         assert found == (["2001:db8::1"] if failing == "A" else ["192.0.2.1"])
 
@@ -196,7 +197,7 @@ async def test_a_name_in_another_sessions_queue_is_asked_for_at_once() -> None:
             asyncio.ensure_future(resolver.look_up(name, "greedy")) for name in ("silent.example", "wanted.example")
         ]
         await asked(server, 2)
-        async with asyncio.timeout(2):
+        async with within(2):
             assert addresses(await resolver.look_up("wanted.example", "modest")) == ["192.0.2.1"]
             assert addresses(await greedy[1]) == ["192.0.2.1"]
         greedy[0].cancel()
@@ -257,7 +258,7 @@ async def test_closing_ends_what_is_asked() -> None:
             resolver.resolve(name, "s", lambda _answer: None)
         await asked(server, 2)
         resolver.close()
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             while len(asyncio.all_tasks()) > 1 + len(server.queries):
                 await asyncio.sleep(0)
         assert server.count("b.example") == 0

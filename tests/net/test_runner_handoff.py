@@ -12,7 +12,10 @@ import aiohttp
 import pytest
 from aiohttp import web
 
+from tests.support.app_server import AppServer
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.listener import StreamServer
+from tests.support.patience import PATIENCE_S
 
 UPGRADE = (
     b"Host: opificia-gateway\r\nUpgrade: websocket\r\nConnection: Upgrade\r\nSec-WebSocket-Version: 13\r\n"
@@ -38,14 +41,13 @@ async def control() -> AsyncIterator[tuple[Path, list[dict[str, str]]]]:
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         path = Path(folder) / "control.sock"
-        server = web.AppRunner(app)
-        await server.setup()
-        await web.UnixSite(server, str(path)).start()
+        server = AppServer(app, shutdown_timeout=0.1)
+        await server.listen(path)
         path.chmod(0o666)
         try:
             yield path, seen
         finally:
-            await server.cleanup()
+            await server.close()
 
 
 @asynccontextmanager
@@ -116,7 +118,7 @@ async def test_a_gateway_without_control_has_no_place_for_runners_and_keeps_noth
             client = await gateway.client()
             assert (await client.ask(request())).status == 404
             await client.close()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while gateway.descriptors() > before + 2:
                 await asyncio.sleep(0.01)
         assert "never retrieved" not in gateway.log()
@@ -132,7 +134,7 @@ async def test_a_revoked_sessions_runner_is_cut() -> None:
             gateway.sessions = gateway.sessions[1:]
             gateway.write_files()
             os.kill(gateway.pid, signal.SIGHUP)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 message = await socket.receive()
             assert message.type in (aiohttp.WSMsgType.CLOSED, aiohttp.WSMsgType.CLOSE, aiohttp.WSMsgType.ERROR)
 
@@ -170,15 +172,14 @@ async def test_nothing_a_runner_sends_reaches_a_control_that_still_reads_request
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
         path = Path(folder) / "control.sock"
-        server = await asyncio.start_unix_server(serve, path)
-        path.chmod(0o666)
-        async with server:
+        async with StreamServer(serve, path):
+            path.chmod(0o666)
             with gateway_process({"runner": {"upstream": f"unix:{path}"}}) as gateway:
                 client = await gateway.client()
                 reply = await client.ask(request() + forged)
                 await client.close()
                 assert reply.status == status
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(PATIENCE_S):
                     await ended.wait()
                 assert b"X-Opificia-Session: s1" in heard
                 assert b"s2" not in heard

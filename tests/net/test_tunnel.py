@@ -10,9 +10,10 @@ import pytest
 
 from tests.support.dns_server import DnsServer, Records
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
+from tests.support.listener import Handler
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import (
     Client,
-    Handler,
     Reply,
     Server,
     answer_after_end,
@@ -187,7 +188,7 @@ async def test_a_server_that_ends_first_still_gets_every_byte(gateway: GatewayPr
         assert await client.read_to_end() == b"bye"
         await client.send(b"x" * 5000)
         client.end()
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             await done.wait()
     assert len(received) == 5000
 
@@ -224,7 +225,7 @@ async def test_a_conversation_that_turns_into_bulk_and_back_is_byte_exact(gatewa
 
 
 async def test_a_silent_tunnel_is_closed_at_the_idle_limit_and_a_slow_one_kept() -> None:
-    with gateway_process({"limits": {"egress_idle_ms": 800}}) as gateway:
+    with gateway_process({"limits": {"egress_idle_ms": 2_500}}) as gateway:
         async with echo_server() as server:
             idle = await opened(gateway, f"127.0.0.1:{server.port}")
             slow = await opened(gateway, f"127.0.0.1:{server.port}")
@@ -268,7 +269,7 @@ async def asked_200_times(gateway: GatewayProcess, port: int) -> tuple[list[Clie
 async def done_of(asked: list[asyncio.Task[Reply]], count: int) -> set[int]:
     """Wait until `count` have their reply; return which."""
     waiting = set(asked)
-    async with asyncio.timeout(60):
+    async with asyncio.timeout(PATIENCE_S):
         while len(waiting) > len(asked) - count:
             _, waiting = await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
     return {number for number, task in enumerate(asked) if task.done()}
@@ -324,7 +325,7 @@ async def test_every_tunnel_of_a_revoked_session_closes_at_once_and_is_logged() 
                 assert await client.read_to_end() == b""
                 await client.close()
             closed = 0
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(PATIENCE_S):
                 while closed < 50:
                     lines = [line for line in gateway.audit("s1") if line["event"] == "close"]
                     closed = len(lines)
@@ -341,7 +342,7 @@ async def test_every_path_gives_slots_descriptors_and_pipes_back() -> None:
         async with echo_server() as server:
 
             async def settled(count: int) -> None:
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(PATIENCE_S):
                     while gateway.descriptors() > count:
                         await asyncio.sleep(0.01)
 

@@ -5,6 +5,7 @@ public address first and a private one after (rebinding), or fail once and then 
 """
 
 import asyncio
+import socket
 import struct
 from collections.abc import AsyncIterator
 from dataclasses import dataclass
@@ -16,6 +17,8 @@ import dns.rcode
 import dns.rdataclass
 import dns.rdatatype
 import dns.rrset
+
+from tests.support.listener import StreamServer, bound
 
 _BIND_TRIES: Final = 20
 
@@ -77,8 +80,7 @@ class DnsServer:
         self._otherwise = otherwise
         self._answers: dict[tuple[str, str | None], list[Answer]] = {}
         self._udp: asyncio.DatagramTransport | None = None
-        self._tcp: asyncio.Server | None = None
-        self._writers: set[asyncio.StreamWriter] = set()
+        self._tcp: StreamServer | None = None
         self._arrived = asyncio.Event()
         self._released = asyncio.Event()
         self._released.set()
@@ -122,18 +124,21 @@ class DnsServer:
 
     async def __aenter__(self) -> Self:
         for attempt in range(_BIND_TRIES):
-            self._tcp = await asyncio.start_server(self._serve_tcp, "127.0.0.1", self._wanted_port)
-            self.port = self._tcp.sockets[0].getsockname()[1]
+            tcp = bound(("127.0.0.1", self._wanted_port))
+            self.port = tcp.getsockname()[1]
+            # Bound by ourselves: uvloop leaves an endpoint that it cannot bind unclosed.
+            udp = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
             try:
-                self._udp, _ = await asyncio.get_running_loop().create_datagram_endpoint(
-                    lambda: _Datagrams(self), local_addr=("127.0.0.1", self.port)
-                )
+                udp.bind(("127.0.0.1", self.port))
             except OSError:  # another process has the UDP port of this number
-                self._tcp.close()
+                tcp.close()
+                udp.close()
                 if attempt == _BIND_TRIES - 1:
                     raise
             else:
                 break
+        self._tcp = StreamServer(self._serve_tcp, tcp)
+        self._udp, _ = await asyncio.get_running_loop().create_datagram_endpoint(lambda: _Datagrams(self), sock=udp)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -141,10 +146,7 @@ class DnsServer:
         if self._udp is not None:
             self._udp.close()
         if self._tcp is not None:
-            self._tcp.close()
-            for writer in self._writers:
-                writer.transport.abort()
-            await self._tcp.wait_closed()
+            await self._tcp.stop()
 
     async def respond(self, wire: bytes, transport: str) -> bytes | None:
         """Return the reply to one query, None for silence."""
@@ -180,7 +182,6 @@ class DnsServer:
         return answers.pop(0) if len(answers) > 1 else answers[0]
 
     async def _serve_tcp(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._writers.add(writer)
         try:
             while True:
                 (length,) = struct.unpack("!H", await reader.readexactly(2))
@@ -190,9 +191,6 @@ class DnsServer:
                     await writer.drain()
         except (asyncio.IncompleteReadError, ConnectionError):
             pass
-        finally:
-            self._writers.discard(writer)
-            writer.close()
 
 
 class _Datagrams(asyncio.DatagramProtocol):

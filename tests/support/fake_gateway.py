@@ -23,6 +23,7 @@ from gateway.contract.messages import (
 )
 from gateway.contract.opinion import EgressOpinion, EgressStep
 from gateway.contract.policy import Grant, Usage
+from tests.support.listener import StreamServer
 
 
 def _unknown(host: str) -> EgressOpinion:
@@ -45,7 +46,7 @@ class FakeGateway:
         self.snapshots = 0
         self.runner_url = ""
         self.epoch = ""
-        self._servers: list[asyncio.Server] = []
+        self._servers: list[StreamServer] = []
         self._writers: set[asyncio.StreamWriter] = set()
         self._control: asyncio.StreamWriter | None = None
         self._port = 0
@@ -54,19 +55,16 @@ class FakeGateway:
         """Serve."""
         self.epoch = secrets.token_hex(4)
         self.grants = {}
-        runners = await asyncio.start_server(self._runner, "127.0.0.1", self._port)
-        self._port = runners.sockets[0].getsockname()[1]
+        runners = StreamServer(self._runner, ("127.0.0.1", self._port))
+        self._port = runners.port
         self.runner_url = f"ws://127.0.0.1:{self._port}/runner"
         self.contract.unlink(missing_ok=True)
-        self._servers = [runners, await asyncio.start_unix_server(self._contract, str(self.contract))]
+        self._servers = [runners, StreamServer(self._contract, self.contract)]
 
     async def stop(self) -> None:
         """End everything."""
         for server in self._servers:
-            server.close()
-        self.cut()
-        for server in self._servers:
-            await server.wait_closed()
+            await server.stop()
         self._servers = []
         self.contract.unlink(missing_ok=True)
 

@@ -19,6 +19,7 @@ from tests.support.daemon import Daemon
 from tests.support.forwarded import Forwarded
 from tests.support.identities import FORWARDER, GATEWAY
 from tests.support.manager import Manager
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import Client
 
 TOKEN: Final = "token-of-a-test"
@@ -154,7 +155,7 @@ class GatewayProcess:
 
     async def await_audit(self, session: str, **wanted: object) -> dict[str, Any]:
         """Wait for an audit line with these fields and return it."""
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(PATIENCE_S):
             while True:
                 for line in self.audit(session):
                     if all(line.get(key) == value for key, value in wanted.items()):

@@ -23,6 +23,7 @@ from control.plan.firewall import load_command, rules
 from control.plan.network import NetworkSettings
 from tests.support.dns_server import DnsServer, Records
 from tests.support.engine import PrivateEngine
+from tests.support.listener import StreamServer
 from tests.support.paths import CHECKOUT
 from tests.support.processes import spawn, stop, wait_until
 from tests.support.programs import GREETING
@@ -105,7 +106,7 @@ async def _tcp(port: int) -> None:
         writer.write(f"HTTP/1.0 200 OK\r\n\r\n{GREETING}\n".encode())
         writer.close()
 
-    async with await asyncio.start_server(greet, "0.0.0.0", port):
+    async with StreamServer(greet, ("0.0.0.0", port)):
         print("ready", flush=True)
         await asyncio.Event().wait()
 
@@ -129,7 +130,7 @@ async def _echo(port: int) -> None:
                 await writer.drain()
         writer.close()
 
-    async with await asyncio.start_server(give_back, "0.0.0.0", port):
+    async with StreamServer(give_back, ("0.0.0.0", port)):
         print("ready", flush=True)
         await asyncio.Event().wait()
 

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 
-from tests.support.sockets import PATIENCE_S, Server
+from tests.support.patience import PATIENCE_S
+from tests.support.sockets import Server
 
 Script = Callable[["Exchange"], Awaitable[None]]
 

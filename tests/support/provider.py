@@ -18,6 +18,8 @@ from typing import Any, Final
 
 from aiohttp import web
 
+from tests.support.app_server import AppServer
+
 INPUT_TOKENS: Final = 25
 OUTPUT_TOKENS: Final = 15
 CACHE_READ_TOKENS: Final = 7
@@ -74,7 +76,7 @@ class FakeProvider:
     requests: list[Recorded] = field(default_factory=list)
     cancelled: int = 0
     port: int = 0
-    _runner: web.AppRunner | None = None
+    _server: AppServer | None = None
 
     async def start(self, host: str = "127.0.0.1", port: int = 0, tls: ssl.SSLContext | None = None) -> None:
         """Listen; `port` is the one that was taken."""
@@ -85,18 +87,15 @@ class FakeProvider:
         app.router.add_post("/v1/chat/completions", self._guard(self._chat))
         app.router.add_post("/v1/responses", self._guard(self._responses))
         app.router.add_get("/fake/requests", self._show)
-        self._runner = web.AppRunner(
+        self._server = AppServer(
             app, auto_decompress=False, handler_cancellation=True, access_log=None, shutdown_timeout=0.1
         )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, host, port, ssl_context=tls)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
+        self.port = await self._server.listen((host, port), tls)
 
     async def close(self) -> None:
         """Stop."""
-        if self._runner is not None:
-            await self._runner.cleanup()
+        if self._server is not None:
+            await self._server.close()
 
     def _guard(
         self, handler: Callable[[web.Request, Any], Awaitable[web.StreamResponse]]

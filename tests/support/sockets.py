@@ -6,16 +6,15 @@ import ipaddress
 import socket
 import ssl
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, Self
 
-Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
+from tests.support.listener import Handler, StreamServer
+from tests.support.patience import PATIENCE_S
 
-# Every wait of a test ends: what takes longer than this on a loaded machine hangs.
-PATIENCE_S: Final = 20.0
 _PROXY_V2_SIGNATURE: Final = b"\r\n\r\n\x00\r\nQUIT\n"
 
 
@@ -55,6 +54,7 @@ class Client:
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
+        _clients.add(self)
 
     @classmethod
     async def connect(cls, to: tuple[str, int] | Path, *, proxy: bytes = b"", source: str = "") -> Self:
@@ -143,6 +143,7 @@ class Client:
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
+        _clients.discard(self)
 
     async def close(self) -> None:
         """Close, whatever state the connection is in."""
@@ -152,12 +153,25 @@ class Client:
                 await self.writer.wait_closed()
         except (OSError, ssl.SSLError):
             pass
+        _clients.discard(self)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
+
+
+# Those that were not closed yet.
+_clients: set[Client] = set()
+
+
+async def drop_clients() -> None:
+    """Drop every client that a failed test left open: else its ResourceWarning fails a test that comes after."""
+    while _clients:
+        _clients.pop().reset()
+    # A transport closes its socket in the loop's next turn.
+    await asyncio.sleep(0)
 
 
 @dataclass(slots=True)
@@ -174,9 +188,7 @@ class Server:
 
     def __init__(self, handler: Handler | None = None) -> None:
         self._handler = handler
-        self._server: asyncio.Server | None = None
-        # Each connection's task and writer, from the moment it was accepted.
-        self._open: dict[asyncio.Task[None], asyncio.StreamWriter] = {}
+        self._server: StreamServer | None = None
         self._changed = asyncio.Condition()
         self.conversations: list[Conversation] = []
 
@@ -184,7 +196,7 @@ class Server:
     def port(self) -> int:
         """The port it listens on."""
         assert self._server is not None, "the server is not started"
-        return int(self._server.sockets[0].getsockname()[1])
+        return self._server.port
 
     @property
     def address(self) -> tuple[str, int]:
@@ -198,24 +210,12 @@ class Server:
 
     async def start(self, *, tls: ssl.SSLContext | None = None, host: str = "127.0.0.1", port: int = 0) -> None:
         """Listen."""
-        self._server = await asyncio.start_server(self._accept, host, port, ssl=tls, backlog=1024)
+        self._server = StreamServer(self._serve, (host, port), tls=tls)
 
     async def stop(self) -> None:
         """Stop listening and drop every connection."""
         assert self._server is not None, "the server is not started"
-        self._server.close()
-        # What was accepted a moment ago becomes a connection in the loop's next turns.
-        for _ in range(3):
-            await asyncio.sleep(0)
-        left = dict(self._open)
-        for task in left:
-            task.cancel()
-        await asyncio.gather(*left, return_exceptions=True)
-        # A task that was cancelled before its first step has closed nothing.
-        for writer in left.values():
-            writer.transport.abort()
-        await asyncio.sleep(0)
-        await self._server.wait_closed()
+        await self._server.stop()
 
     async def __aenter__(self) -> Self:
         await self.start()
@@ -223,11 +223,6 @@ class Server:
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
-
-    def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.get_running_loop().create_task(self._serve(reader, writer))
-        self._open[task] = writer
-        task.add_done_callback(self._open.pop)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -237,12 +232,6 @@ class Server:
                 await self._handler(reader, writer)
         except (ConnectionError, ssl.SSLError, asyncio.IncompleteReadError):
             pass  # the test's client went away; what it saw is what the test looks at
-        finally:
-            writer.close()
-            try:
-                await writer.wait_closed()
-            except (OSError, ssl.SSLError):
-                pass
 
     async def _record(self, reader: asyncio.StreamReader) -> None:
         conversation = Conversation()

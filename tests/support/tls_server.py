@@ -6,7 +6,8 @@ from contextlib import asynccontextmanager
 
 import trustme
 
-from tests.support.sockets import Handler, Server, echo
+from tests.support.listener import Handler
+from tests.support.sockets import Server, echo
 
 
 class Authority:

@@ -10,6 +10,8 @@ import pytest
 
 from control.docker.engine import Engine
 from control.docker.events import Events
+from tests.support.listener import StreamServer
+from tests.support.patience import PATIENCE_S
 
 
 class EventSource:
@@ -29,14 +31,14 @@ class EventSource:
         self.queries.append(parse_qs(target.query))
         writer.write(b"HTTP/1.1 200 OK\r\nConnection: close\r\n\r\n")
         await self.opened.put(writer)
+        await writer.wait_closed()
 
 
 @pytest.fixture
 async def source(tmp_path: Path) -> AsyncIterator[EventSource]:
     made = EventSource()
-    server = await asyncio.start_unix_server(made.answer, tmp_path / "engine.sock")
-    yield made
-    server.close()
+    async with StreamServer(made.answer, tmp_path / "engine.sock"):
+        yield made
 
 
 @pytest.fixture
@@ -49,7 +51,7 @@ async def events(source: EventSource, tmp_path: Path) -> AsyncIterator[Events]:
 
 
 async def woken(wake: asyncio.Event) -> None:
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(PATIENCE_S):
         await wake.wait()
     wake.clear()
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from control.docker.logs import MAY_MISS, LogFollower
 from control.docker.types import EngineUnavailableError, LogStream
+from tests.support.patience import PATIENCE_S
 
 
 def frame(data: bytes) -> bytes:
@@ -73,7 +74,7 @@ class Sink:
 
 async def follow(script: Any, missing: str = "") -> bytes:
     sink = Sink()
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(PATIENCE_S):
         assert await LogFollower(script, script, "c1", sink).run() == missing
     return sink.kept
 

@@ -3,6 +3,7 @@
 import asyncio
 
 from gateway.net.deadlines import Deadlines
+from tests.support.patience import PATIENCE_S
 
 
 async def test_expires_what_was_not_discarded_in_order_and_nothing_else() -> None:
@@ -19,7 +20,7 @@ async def test_expires_what_was_not_discarded_in_order_and_nothing_else() -> Non
         deadlines.add(item)
     deadlines.discard("gone")
     deadlines.discard("never there")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await all_gone.wait()
     assert expired == ["first", "second", "last"]
     assert len(deadlines) == 0
@@ -40,7 +41,7 @@ async def test_adding_again_starts_the_time_anew_and_an_expiry_may_add() -> None
     deadlines: Deadlines[str] = Deadlines(loop, 0.05, expire)
     started = loop.time()
     deadlines.add("x")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(PATIENCE_S):
         await done.wait()
     assert times[0] - started >= 0.05
     assert times[1] - times[0] >= 0.05

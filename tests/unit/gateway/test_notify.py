@@ -10,6 +10,7 @@ import pytest
 from gateway.net.poller import Poller
 from gateway.net.progress import Progress
 from gateway.runtime.notify import feed_watchdog, notify, notify_reloading, watchdog_s
+from tests.support.patience import PATIENCE_S
 
 
 class Manager:
@@ -22,7 +23,7 @@ class Manager:
         self._socket.setblocking(False)
 
     async def heard(self) -> str:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(PATIENCE_S):
             return (await asyncio.get_running_loop().sock_recv(self._socket, 4096)).decode()
 
     def close(self) -> None:
