@@ -5,11 +5,15 @@ grants stay, and the next start takes them up again.
 """
 
 import asyncio
+import contextlib
+import fcntl
 import logging
+import os
+import re
 import secrets
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Final
@@ -49,10 +53,12 @@ API_SHUTDOWN_S: Final = 2.0
 # Hard to guess at any rate of tries (RFC 6750 §5.2).
 MIN_BEARER_CHARACTERS: Final = 32
 
+_match_host_id: Final = re.compile(rb"[0-9a-f]{16}\n?").fullmatch
+
 
 def _is_ours(record: logging.LogRecord) -> bool:
     """Tell a failure of ours from a peer's malformed request, which has its 400 and needs no traceback in our log."""
-    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError)
+    return record.exc_info is None or not isinstance(record.exc_info[1], HttpProcessingError | web.RequestPayloadError)
 
 
 _http_log: Final = logging.getLogger("control.http")
@@ -93,11 +99,39 @@ def host_id(data: Path) -> str:
             temporary = path.with_suffix(".new")
             temporary.write_text(secrets.token_hex(8) + "\n")
             temporary.rename(path)
-        return path.read_text().strip()
+        identity = path.read_bytes()
     except OSError as error:
         raise StartError(
             f"{path} cannot be read or made: {error.strerror}; check [paths] data and its owner"
         ) from error
+    if not _match_host_id(identity):
+        # Under another name it would find none of its containers, and launch their sessions again beside them.
+        raise StartError(f"{path} holds no id; put back the value of the label opificia.host of this host's containers")
+    return identity.decode().strip()
+
+
+@contextlib.contextmanager
+def alone(data: Path) -> Iterator[None]:
+    """Keep other daemons from this folder while the context is open. Raises StartError when there is one.
+
+    Two of them would take each other's sessions for what a restart left. The lock goes with the process (flock(2)).
+    """
+    path = data / "control.lock"
+    try:
+        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    except OSError as error:
+        raise StartError(f"{path} cannot be made: {error.strerror}; check [paths] data and its owner") from error
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise StartError(
+            f"another control daemon works in {data}; stop it first, or set another [paths] data"
+        ) from None
+    try:
+        yield
+    finally:
+        os.close(fd)
 
 
 class Control:
@@ -130,6 +164,7 @@ class Control:
     async def running(self) -> AsyncIterator[SessionManager]:
         """Run the daemon while the context is open. Raises StartError when it cannot start."""
         async with AsyncExitStack() as stack:
+            stack.enter_context(alone(self.config.data))
             stack.push_async_callback(self.store.close)
             manager = await self._prepare()
             stack.push_async_callback(self.recorder.close)

@@ -20,6 +20,8 @@ _FOLDER: Final = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _HOPELESS: Final = frozenset({errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.ENOSPC})
 # Deeper than any project, shallower than what exhausts file descriptors or a path's length.
 MAX_DEPTH: Final = 128
+# Names, link targets and attributes of one entry. PATH_MAX is 4 KiB; a map of a sparse file's holes may be larger.
+MAX_HEADER_BYTES: Final = 1024 * 1024
 
 
 class ArchiveError(Exception):
@@ -49,8 +51,11 @@ def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, str
     try:
         root = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
-            with tarfile.open(archive, "r:*") as tar:
-                for member in tar:
+            # Not compressed: a megabyte would unfold to a name of gigabytes before anybody could count them.
+            with archive.open("rb") as file, tarfile.open(fileobj=(source := _Source(file)), mode="r:") as tar:  # type: ignore[call-overload]
+                while (member := tar.next()) is not None:
+                    source.header_left = None
+                    tar.members.clear()
                     done.bytes += member.size
                     if done.bytes > max_bytes or done.entries + len(done.refused) >= max_entries:
                         raise ArchiveError(f"it holds more than {max_bytes} bytes or {max_entries} entries")
@@ -64,11 +69,36 @@ def unpack(archive: Path, folder: Path, *, max_bytes: int, max_entries: int, str
                         if strict:
                             raise ArchiveError(f"{member.name[:200]!r} {why}") from error
                         done.refused.append(f"{member.name[:200]}: {why}")
+                    source.header_left = MAX_HEADER_BYTES
         finally:
             os.close(root)
     except (tarfile.TarError, EOFError, OSError) as error:
         raise ArchiveError(f"it cannot be unpacked: {error}") from error
     return done
+
+
+class _Source:
+    """An archive's file, as `tarfile` reads it. Headers, which it reads whole into memory, are bounded."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        self._file = file
+        self.header_left: int | None = MAX_HEADER_BYTES
+
+    def read(self, size: int) -> bytes:
+        """Read content, or a part of a header while `header_left` says how much that may be. Raises ArchiveError."""
+        if self.header_left is not None:
+            self.header_left -= size
+            if self.header_left < 0:
+                raise ArchiveError(f"a header in it is longer than {MAX_HEADER_BYTES} bytes")
+        return self._file.read(size)
+
+    def seek(self, position: int) -> int:
+        """Go to a position."""
+        return self._file.seek(position)
+
+    def tell(self) -> int:
+        """Return the position."""
+        return self._file.tell()
 
 
 def _unpack_one(tar: tarfile.TarFile, member: tarfile.TarInfo, root: int) -> None:

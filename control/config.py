@@ -9,6 +9,7 @@ from control.plan.host import ForwarderSettings, HostPlan
 from control.plan.network import NetworkSettings
 from control.spec import Bounds
 from gateway.contract.limits import GIB, ControlLimits
+from gateway.contract.policy import MAX_NUMBER
 from gateway.runtime.addresses import UnixAddress, address_problems, parse_address
 from gateway.runtime.settings import Checked, load
 
@@ -83,7 +84,12 @@ class AdmissionSettings(Checked, frozen=True):
     cpus: float = 0
 
     def problems(self) -> list[str]:
-        return [f"{name}: must not be negative" for name in self.__struct_fields__ if getattr(self, name) < 0]
+        # TOML has inf and nan; nan is neither below nor above anything.
+        return [
+            f"{name}: must be between 0 and 2^53"
+            for name in self.__struct_fields__
+            if not 0 <= getattr(self, name) <= MAX_NUMBER
+        ]
 
 
 class _Sandbox(SandboxSettings, frozen=True, forbid_unknown_fields=True, kw_only=True):

@@ -136,9 +136,14 @@ def command_problems(argv: tuple[str, ...], cwd: str, env: dict[str, str]) -> li
     return [*empty, *_command_problems(argv, cwd), *env_problems(env)]
 
 
+def is_image(text: str) -> bool:
+    """Tell whether `text` is an image reference, or an image's id."""
+    return len(text) <= 512 and _IMAGE.fullmatch(text) is not None
+
+
 def _identity_problems(spec: SandboxSpec) -> list[str]:
     problems = []
-    if len(spec.image) > 512 or not _IMAGE.fullmatch(spec.image):
+    if not is_image(spec.image):
         problems.append(f"image: {spec.image[:80]!r} is not an image reference such as opificia-sandbox:latest")
     for name, value in (("session_id", spec.session_id), ("run_id", spec.run_id)):
         if value and not is_session_id(value):

@@ -74,6 +74,8 @@ def describe(error: Exception) -> Problem | None:
             return _problem(503, "engine_error", error.message, remedy=error.remedy)
         case OSError():
             return _problem(507, "storage", f"the host cannot store it: {error.strerror or error}")
+        case web.RequestPayloadError():
+            return _problem(400, "bad_request", "the body does not arrive as its head says it would")
         case web.HTTPException():
             detail = (error.text or error.reason).strip()
             return _problem(error.status, error.reason.lower().replace(" ", "_"), detail)

@@ -17,7 +17,8 @@ from control.db.rows import Selection, StoredSession
 from control.db.store import request_digest
 from control.plan.session import Reason, SessionState
 from control.sessions.manager import SessionManager
-from control.spec import SandboxSpec
+from control.sessions.refusals import WrongStateError
+from control.spec import SandboxSpec, is_image
 from gateway.contract.ids import is_session_id
 from gateway.contract.policy import Usage
 from gateway.runtime.settings import SettingsError, convert
@@ -63,7 +64,7 @@ def query_int(request: web.Request, name: str, default: int, least: int, most: i
     text = request.query.get(name, "")
     if not text:
         return default
-    if not (text.isascii() and text.isdigit() and least <= int(text[:20]) <= most):
+    if not (text.isascii() and text.isdigit() and len(text) <= 20 and least <= int(text) <= most):
         raise ProblemError(422, "invalid_query", f"{name} must be a number from {least} to {most}")
     return int(text)
 
@@ -105,8 +106,8 @@ class SessionHandlers:
     async def create(self, request: web.Request) -> web.Response:
         """POST /v1/sessions"""
         key = request.headers.get("Idempotency-Key", "")
-        if len(key) > 255:
-            raise ProblemError(422, "invalid_key", "an Idempotency-Key has at most 255 characters")
+        if len(key) > 255 or not (key.isascii() and key.isprintable()):
+            raise ProblemError(422, "invalid_key", "an Idempotency-Key is at most 255 printable ASCII characters")
         spec = await read_body(request, SandboxSpec)
         stored = await self._whole(self._manager.create(spec, key, request_digest(await request.read())))
         return json_response(self.view(stored), 201)
@@ -114,7 +115,10 @@ class SessionHandlers:
     async def put_input(self, request: web.Request) -> web.Response:
         """PUT /v1/sessions/{session}/in"""
         session = session_id(request)
-        await self._manager.get(session)
+        life = (await self._manager.get(session)).life
+        if life.state is not SessionState.CREATED or life.waiting:
+            # Told before gigabytes are taken, and again by who unpacks them.
+            raise WrongStateError(f"input comes before launch; the session is {life.state}")
         archive = self._manager.folder(session) / f"in-{secrets.token_hex(8)}.tar"
         try:
             await self._receive(request, archive)
@@ -151,11 +155,11 @@ class SessionHandlers:
 
     async def page(self, request: web.Request) -> web.Response:
         """GET /v1/sessions"""
-        selection = Selection(
-            _query_choices(request, "state", SessionState),
-            _query_choices(request, "reason", Reason),
-            request.query.get("image", ""),
-        )
+        image = request.query.get("image", "")
+        if image and not is_image(image):
+            raise ProblemError(422, "invalid_query", "image must be an image reference such as opificia-sandbox:latest")
+        states = _query_choices(request, "state", SessionState)
+        selection = Selection(states, _query_choices(request, "reason", Reason), image)
         limit = query_int(request, "limit", DEFAULT_PAGE, 1, MAX_PAGE)
         before = query_int(request, "cursor", 0, 1, 2**62) or None
         found = await self._manager.page(selection, before, limit)

@@ -24,7 +24,7 @@ from control.api.types import (
 )
 from control.docker.types import LogStream
 from control.runner.channel import RunFailedError, RunHandle
-from control.runner.messages import Output, Run, Stream, encode_data
+from control.runner.messages import Output, Run, Stream, decode_data, encode_data
 from control.sessions.logs import PieceReader
 from control.sessions.manager import SessionManager
 from control.spec import command_problems
@@ -115,12 +115,8 @@ class StreamHandlers:
             record = self._manager.record(session)
             tickets = None if record is None else (record.logged.ticket(), record.changed.ticket())
             over = record is None or record.life.state.final
-            for piece in await asyncio.to_thread(index.new):
-                path = folder / f"{piece.stream.value}.log"
-                data = await asyncio.to_thread(_read_at, path, piece.offset, piece.length)
-                text, encoding = encode_data(data)
-                line = LogLine(rfc3339(piece.at), Stream(piece.stream.value), text, encoding)
-                yield msgspec.json.encode(line) + b"\n"
+            while lines := await asyncio.to_thread(_merged_lines, index, folder):
+                yield lines
             if over or not follow or tickets is None:
                 return
             await _first(tickets)
@@ -165,6 +161,10 @@ class StreamHandlers:
         session = session_id(request)
         wanted = await read_body(request, RunRequest)
         problems = command_problems(wanted.argv, wanted.cwd, wanted.env)
+        try:
+            decode_data(wanted.stdin, wanted.stdin_encoding)
+        except ValueError as error:
+            problems.append(f"stdin: is not {wanted.stdin_encoding}: {error}")
         if problems:
             raise ProblemError(422, "invalid_command", "the command cannot be run", problems=tuple(problems))
         run = Run(
@@ -207,6 +207,16 @@ async def _run_line(handle: RunHandle) -> RunLine:
     if isinstance(message, Output):
         return RunOutput(message.stream, message.data, message.encoding)
     return RunCompleted(message.exit_code, message.timed_out, message.error)
+
+
+def _merged_lines(index: PieceReader, folder: Path) -> bytes:
+    """Return the next lines of the merged log, a bounded number of bytes; none when there are no more yet."""
+    lines = bytearray()
+    for piece in index.next():
+        data = _read_at(folder / f"{piece.stream.value}.log", piece.offset, piece.length)
+        text, encoding = encode_data(data)
+        lines += msgspec.json.encode(LogLine(rfc3339(piece.at), Stream(piece.stream.value), text, encoding)) + b"\n"
+    return bytes(lines)
 
 
 async def _first(events: tuple[asyncio.Event, ...]) -> None:

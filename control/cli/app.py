@@ -230,7 +230,7 @@ def stop(
     from control.client import ControlClient
 
     try:
-        grace_ms = duration_ms("--grace", grace) if grace else None
+        grace_ms = duration_ms("--grace", grace, least=0) if grace else None
     except ParseError as error:
         fail(str(error), 2)
 

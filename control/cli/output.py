@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Final, NoReturn, TypeVar
 
-from control.cli.text import escape, escape_line
+from control.cli.text import escape, escape_json, escape_line
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -27,10 +27,10 @@ def fail(message: str, code: int = EXIT_FAILED) -> NoReturn:
 
 
 def as_json(value: object) -> None:
-    """Print a value as one line of JSON."""
+    """Print a value as one line of JSON, in which nothing steers the terminal that it may be shown on."""
     import msgspec
 
-    sys.stdout.buffer.write(msgspec.json.encode(value) + b"\n")
+    sys.stdout.buffer.write(escape_json(msgspec.json.encode(value)) + b"\n")
     sys.stdout.buffer.flush()
 
 

@@ -22,24 +22,33 @@ class ParseError(Exception):
     """Not what was expected; one sentence that says what is."""
 
 
-def duration_ms(option: str, text: str) -> int:
-    """Return a duration such as `90s` in milliseconds; 0 for an empty text. Raises ParseError."""
+def duration_ms(option: str, text: str, least: int = 1) -> int:
+    """Return a duration such as `90s` in milliseconds; 0 for an empty text. Raises ParseError, also below `least`.
+
+    0 is what the API takes for "not given": a limit of nothing would be none.
+    """
     if not text:
         return 0
     found = _DURATION.fullmatch(text)
     if found is None:
         raise ParseError(f"{option} is a duration such as 90s, 20m or 2h, not {text!r}")
-    return round(float(found[1]) * _MILLISECONDS[found[2]])
+    value = round(float(found[1]) * _MILLISECONDS[found[2]])
+    if value < least:
+        raise ParseError(f"{option} must be above 0; leave it out for no limit of your own")
+    return value
 
 
 def size_bytes(option: str, text: str) -> int:
-    """Return a size such as `512m` in bytes; 0 for an empty text. Raises ParseError."""
+    """Return a size such as `512m` in bytes; 0 for an empty text. Raises ParseError, also for a size of 0."""
     if not text:
         return 0
     found = _SIZE.fullmatch(text)
     if found is None:
         raise ParseError(f"{option} is a size such as 512m or 4g, not {text!r}")
-    return round(float(found[1]) * _BYTES[found[2].lower()])
+    value = round(float(found[1]) * _BYTES[found[2].lower()])
+    if not value:
+        raise ParseError(f"{option} must be above 0; leave it out for no limit of your own")
+    return value
 
 
 def environment(entries: Sequence[str]) -> dict[str, str]:

@@ -47,10 +47,13 @@ def _entries(archive: Path) -> list[Entry]:
             # Names are relative to /out, which is there itself as ".".
             path = member.name.removeprefix(".").removeprefix("/")
             if path:
-                # Names are the sandbox's own bytes, and JSON is text.
-                text = path.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
-                entries.append(Entry(text, _kind(member), member.size if member.isreg() else 0))
+                entries.append(Entry(_text(path), _kind(member), member.size if member.isreg() else 0))
     return entries
+
+
+def _text(name: str) -> str:
+    """Return a name as text: it is the sandbox's own bytes, and JSON has only text."""
+    return name.encode("utf-8", "surrogateescape").decode("utf-8", "backslashreplace")
 
 
 def _kind(member: tarfile.TarInfo) -> str:
@@ -71,7 +74,8 @@ async def fetch_out(client: ControlClient, session: str, folder: Path, *, quiet:
         except (ArchiveError, OSError) as error:
             fail(f"the results cannot be unpacked into {folder}: {error}")
     if json:
-        as_json({"entries": done.entries, "bytes": done.bytes, "left_out": done.refused})
+        left_out = [_text(line) for line in done.refused]
+        as_json({"entries": done.entries, "bytes": done.bytes, "left_out": left_out})
         return
     for line in done.refused:
         print(f"opificia: left out {escape_line(line)}", file=sys.stderr)

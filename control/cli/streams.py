@@ -12,7 +12,7 @@ from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table
 from control.cli.run import StreamWriter
 from control.cli.text import Escaper, escape_line
 from control.client import ControlClient
-from control.runner.messages import Encoding, Output, Stream
+from control.runner.messages import Stream, decode_data
 
 
 async def show_logs(
@@ -32,7 +32,7 @@ async def show_logs(
             if json:
                 as_json(line)
                 continue
-            text = Escaper().feed(_content(line.stream, line.data, line.encoding), final=True)
+            text = Escaper().feed(decode_data(line.data, line.encoding), final=True)
             for row in text.splitlines():
                 print(f"{line.at} {line.stream} {row}")
         return
@@ -143,7 +143,7 @@ async def run_command(client: ControlClient, session: str, command: RunRequest, 
             case RunOutput() if json:
                 as_json(line)
             case RunOutput(stream, data, encoding):
-                writers[stream].write(_content(stream, data, encoding))
+                writers[stream].write(decode_data(data, encoding))
             case RunCompleted():
                 code = 124 if line.timed_out else line.exit_code
                 if json:
@@ -153,7 +153,3 @@ async def run_command(client: ControlClient, session: str, command: RunRequest, 
     for writer in writers.values():
         writer.close()
     return code
-
-
-def _content(stream: Stream, data: str, encoding: Encoding) -> bytes:
-    return Output(1, "run", stream, data, encoding).content()

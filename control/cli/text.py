@@ -24,6 +24,13 @@ def escape_line(text: str) -> str:
     return escape(text).replace("\n", "\\n").replace("\t", " ")
 
 
+def escape_json(encoded: bytes) -> bytes:
+    """Return a JSON document that says the same and holds no such character: JSON itself escapes only some of them."""
+    if encoded.isascii() and b"\x7f" not in encoded:
+        return encoded
+    return _UNSAFE.sub(lambda found: f"\\u{ord(found[0]):04x}", encoded.decode()).encode()
+
+
 def _visible(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}"

@@ -14,6 +14,7 @@ import msgspec
 
 from control.plan.network import NetworkSettings
 from gateway.contract.limits import GIB, MIB, ControlLimits
+from gateway.contract.policy import MAX_NUMBER
 
 LABEL_HOST: Final = "opificia.host"
 LABEL_ROLE: Final = "opificia.role"
@@ -58,6 +59,9 @@ MASKED_PATHS: Final = (
 )
 READONLY_PATHS: Final = ("/proc/bus", "/proc/fs", "/proc/irq", "/proc/sys", "/proc/sysrq-trigger")
 
+# Linux counts processes and a process's files in 32 bits, and its CPUs up to 8,192 (NR_CPUS).
+_MAX_CPUS: Final = 8_192
+_MAX_COUNT: Final = 2**31 - 1
 _MEGABYTE_FLOOR: Final = 64 * MIB
 _PROVIDER: Final = re.compile(r"[a-z0-9-]{1,32}", re.ASCII)
 
@@ -104,12 +108,14 @@ class SandboxSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True, k
             )
         sizes = ("work_bytes", "tmp_bytes", "home_bytes")
         found += [f"{name}: at least 1 MiB" for name in sizes if getattr(self, name) < MIB]
-        if self.cpus <= 0:
-            found.append("cpus: must be above 0")
-        if self.pids < 16:
-            found.append("pids: at least 16")
-        if self.open_files < 64:
-            found.append("open_files: at least 64")
+        # TOML has inf and nan; the engine's own limit is what the host has.
+        if not 0 < self.cpus <= _MAX_CPUS:
+            found.append(f"cpus: must be above 0 and at most {_MAX_CPUS}")
+        for name, least in (("pids", 16), ("open_files", 64)):
+            if not least <= getattr(self, name) <= _MAX_COUNT:
+                found.append(f"{name}: must be between {least} and {_MAX_COUNT}")
+        if self.memory_bytes > MAX_NUMBER:
+            found.append("memory_bytes: must be at most 2^53")
         found += [
             f"{name}: must be an ordinary id (1000 to 65533), never root or nobody"
             for name in ("uid", "gid")

@@ -71,7 +71,7 @@ class Output(msgspec.Struct, frozen=True, tag="output"):
 
     def content(self) -> bytes:
         """Return the bytes. Raises ValueError if `data` is not what `encoding` says."""
-        return _decode(self.data, self.encoding)
+        return decode_data(self.data, self.encoding)
 
 
 class ToolCall(msgspec.Struct, frozen=True, tag="tool_call"):
@@ -217,7 +217,8 @@ def encode_data(data: bytes) -> tuple[str, Encoding]:
         return base64.b64encode(data).decode(), Encoding.BASE64
 
 
-def _decode(data: str, encoding: Encoding) -> bytes:
+def decode_data(data: str, encoding: Encoding) -> bytes:
+    """Return the bytes that stand in a JSON string. Raises ValueError when they are not what `encoding` says."""
     if encoding is Encoding.BASE64:
         return base64.b64decode(data, validate=True)
     return data.encode("utf-8", "surrogatepass")

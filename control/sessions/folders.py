@@ -54,7 +54,7 @@ def _empty(folder: Path) -> None:
 def check_in_dir(path: str, roots: tuple[str, ...]) -> str:
     """Return the folder to mount for an `in_dir`, walked without following a link below its root. Raises InputError.
 
-    A link would lead the mount out of the operator's roots; a socket in the folder would be a way into its owner.
+    A link would lead the mount out of the operator's roots; a socket or FIFO in the folder, into its owner.
     """
     root = next((each for each in roots if Path(path).is_relative_to(each)), None)
     if root is None:
@@ -67,23 +67,37 @@ def check_in_dir(path: str, roots: tuple[str, ...]) -> str:
                 os.close(fd)
                 fd = below
             real = str(Path(f"/proc/self/fd/{fd}").readlink())
-            _refuse_sockets(real)
         finally:
             os.close(fd)
     except OSError as error:
         raise InputError(f"in_dir cannot be opened without following a link: {error.strerror}") from error
+    try:
+        _refuse_doors(real)
+    except OSError as error:
+        raise InputError(f"in_dir cannot be read to its end: {error.strerror}; let the daemon read it") from error
     return real
 
 
-def _refuse_sockets(folder: str) -> None:
+def _refuse_doors(folder: str) -> None:
+    """Refuse a folder that holds a way to a process of the host. Raises InputError, OSError.
+
+    A read-only mount keeps nobody from connecting to a socket or from writing to a FIFO.
+    """
     count = 0
-    for directory, _folders, files in os.walk(folder):
-        for name in files:
-            count += 1
-            if count > MAX_IN_ENTRIES:
-                raise InputError(f"in_dir holds more than {MAX_IN_ENTRIES} files")
-            if stat.S_ISSOCK(Path(directory, name).lstat().st_mode):
-                raise InputError("in_dir holds a socket, through which a sandbox would reach whoever listens there")
+    unseen = [folder]
+    while unseen:
+        with os.scandir(unseen.pop()) as entries:
+            for entry in entries:
+                count += 1
+                if count > MAX_IN_ENTRIES:
+                    raise InputError(f"in_dir holds more than {MAX_IN_ENTRIES} files and folders")
+                mode = entry.stat(follow_symlinks=False).st_mode
+                if stat.S_ISDIR(mode):
+                    unseen.append(entry.path)
+                elif not (stat.S_ISREG(mode) or stat.S_ISLNK(mode)):
+                    raise InputError(
+                        "in_dir holds a socket, FIFO or device, through which a sandbox would reach whoever is behind it"
+                    )
 
 
 def remove(folder: Path) -> None:

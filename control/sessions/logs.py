@@ -16,6 +16,9 @@ _PIECE: Final = struct.Struct(">QBI")
 _STREAMS: Final = (LogStream.STDOUT, LogStream.STDERR)
 # A program that writes single bytes would make an index thirteen times its log.
 MAX_PIECES: Final = 1_000_000
+# What is read of the index, and of the text that it tells of, at once.
+PIECES_AT_ONCE: Final = 1_000
+BYTES_AT_ONCE: Final = 1024 * 1024
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,24 +86,27 @@ class LogFiles:
 
 
 class PieceReader:
-    """Reads the index of a session's folder as it grows: each call gives what is new. Blocks: use a thread."""
+    """Reads the index of a session's folder as it grows. Blocks: use a thread."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / "logs.index"
         self._read = 0
         self._offsets = dict.fromkeys(_STREAMS, 0)
 
-    def new(self) -> list[Piece]:
-        """Return the pieces that came since the last call, in order."""
+    def next(self) -> list[Piece]:
+        """Return the next pieces in order, a bounded number of pieces and bytes; none when there are no more yet."""
         try:
             with self._path.open("rb") as file:
                 file.seek(self._read)
-                data = file.read()
+                data = file.read(PIECES_AT_ONCE * _PIECE.size)
         except FileNotFoundError:
             return []
-        found = []
-        for position in range(0, len(data) - _PIECE.size + 1, _PIECE.size):
-            at, number, length = _PIECE.unpack_from(data, position)
+        found: list[Piece] = []
+        taken = 0
+        for at, number, length in _PIECE.iter_unpack(data[: len(data) // _PIECE.size * _PIECE.size]):
+            taken += length
+            if found and taken > BYTES_AT_ONCE:
+                break
             stream = _STREAMS[number]
             found.append(Piece(at, stream, self._offsets[stream], length))
             self._offsets[stream] += length

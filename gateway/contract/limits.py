@@ -7,19 +7,22 @@ from typing import ClassVar
 
 import msgspec
 
+from gateway.contract.policy import MAX_NUMBER
+
 KIB = 1024
 MIB = 1024 * KIB
 GIB = 1024 * MIB
 
 
 class _Limits(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """Whole numbers of at least 1, or 0 where that has a meaning. Raises ValueError, a line for each problem."""
+    """Whole numbers of at least 1, or 0 where that has a meaning, up to 2^53. Raises ValueError, a line for each problem."""
 
     may_be_zero: ClassVar[frozenset[str]] = frozenset()
 
     def __post_init__(self) -> None:
         least = {name: 0 if name in self.may_be_zero else 1 for name in self.__struct_fields__}
         problems = [f"{name}: must be at least {low}" for name, low in least.items() if getattr(self, name) < low]
+        problems += [f"{name}: must be at most 2^53" for name in least if getattr(self, name) > MAX_NUMBER]
         if problems:
             raise ValueError("\n".join(problems))
 

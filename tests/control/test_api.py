@@ -18,7 +18,7 @@ from control.api.types import RunBroken, RunCompleted, RunOutput, RunRequest
 from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.db.database import StoreUnavailableError
 from control.plan.session import Reason, SessionState
-from control.runner.messages import Stream
+from control.runner.messages import Encoding, Stream
 from control.spec import SandboxSpec
 from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
@@ -143,6 +143,10 @@ async def test_what_does_not_exist_and_what_comes_at_the_wrong_time(client: Cont
         ("GET", "/v1/sessions?limit=9999", None, 422, "invalid_query"),
         ("GET", "/v1/sessions?limit=x", None, 422, "invalid_query"),
         ("GET", "/v1/sessions?cursor=%00", None, 422, "invalid_query"),
+        ("GET", f"/v1/sessions?cursor={'0' * 19}1{'9' * 30}", None, 422, "invalid_query"),
+        ("GET", f"/v1/sessions?cursor={'0' * 19}1{'9' * 5_000}", None, 422, "invalid_query"),
+        ("GET", "/v1/sessions?image=%00", None, 422, "invalid_query"),
+        ("GET", "/v1/sessions?image=%ff", None, 422, "invalid_query"),
         ("GET", "/v1/sessions?state=dead", None, 422, "invalid_query"),
         ("GET", "/v1/sessions?reason=bored", None, 422, "invalid_query"),
         ("GET", "/v1/sessions/..%2f..%2fetc", None, 404, "no_such_session"),
@@ -157,6 +161,30 @@ async def test_bad_requests_are_problems(
         found = await answer.json(content_type=None)
         assert (answer.status, found["reason"]) == (status, reason)
         assert answer.content_type == "application/problem+json"
+
+
+@pytest.mark.parametrize("key", ["caf\u00e9", "a\tb", "x" * 256])
+async def test_an_idempotency_key_that_no_store_could_keep_is_refused(http: aiohttp.ClientSession, key: str) -> None:
+    async with http.post("/v1/sessions", json={"image": "x"}, headers={"Idempotency-Key": key}) as answer:
+        assert (answer.status, (await answer.json(content_type=None))["reason"]) == (422, "invalid_key")
+
+
+async def test_a_body_that_is_not_encoded_as_its_head_says_is_the_callers_fault(
+    http: aiohttp.ClientSession, caplog: pytest.LogCaptureFixture
+) -> None:
+    headers = {"Content-Encoding": "deflate", "Content-Type": "application/json"}
+    async with http.post("/v1/sessions", data=b"xxxx", headers=headers, skip_auto_headers=()) as answer:
+        assert (answer.status, (await answer.json(content_type=None))["reason"]) == (400, "bad_request")
+    assert "Traceback" not in caplog.text
+
+
+async def test_an_offset_beyond_every_file_is_refused(client: ControlClient, http: aiohttp.ClientSession) -> None:
+    session = await launched(client, "echo", "x")
+    await client.ended(session)
+    path = f"/v1/sessions/{session}/logs?stream=stdout&offset="
+    for digits in ("0" * 20 + "9" * 30, "0" * 20 + "9" * 5_000):
+        async with http.get(path + digits) as answer:
+            assert answer.status == 422
 
 
 async def test_lists_go_page_by_page(client: ControlClient) -> None:
@@ -286,6 +314,23 @@ async def test_input_that_leads_out_is_refused(client: ControlClient, host: Host
     assert not (host.root / "sessions" / session / "escape").exists()
 
 
+async def test_input_for_a_session_that_has_ended_is_not_even_taken(client: ControlClient, host: Host) -> None:
+    session = (await client.create(spec("true"))).id
+    await client.stop(session)
+
+    class Endless(io.RawIOBase):
+        def readable(self) -> bool:
+            return True
+
+        def readinto(self, buffer: Any) -> int:
+            buffer[:] = bytes(len(buffer))
+            return len(buffer)
+
+    with pytest.raises((ControlError, ControlUnavailableError)):
+        await client.put_input(session, io.BufferedReader(Endless()))
+    assert not list((host.root / "sessions" / session).glob("in-*.tar"))
+
+
 async def test_input_that_is_too_large_is_refused(stopped_host: Host) -> None:
     stopped_host.settings["limits"]["in_bytes"] = 1000
     await stopped_host.start()
@@ -304,6 +349,16 @@ async def test_a_command_runs_in_a_session_and_its_output_comes_as_it_is(client:
         (Stream.STDOUT, "in"),
         (Stream.STDERR, "err\n"),
     }
+    await client.stop(session, 0)
+
+
+async def test_stdin_that_is_not_encoded_as_it_says_is_refused(client: ControlClient, host: Host) -> None:
+    """The runner could not give it to the command, which nobody would then ever see end."""
+    session = await launched(client)
+    await host.state(session, S.CONNECTED)
+    request = RunRequest(argv=("cat",), cwd="/tmp", stdin="a", stdin_encoding=Encoding.BASE64)
+    with pytest.raises(ControlError, match="stdin"):
+        _ = [line async for line in client.run(session, request)]
     await client.stop(session, 0)
 
 

@@ -1,5 +1,6 @@
 """Archives that untrusted code has written stay inside the folder they are unpacked into."""
 
+import gzip
 import io
 import os
 import stat
@@ -127,6 +128,34 @@ def test_bounds_end_it(tmp_path: Path) -> None:
         made(tmp_path, file("a", bytes(2_000_000)))
     with pytest.raises(ArchiveError, match="more than"):
         made(tmp_path, *(file(f"f{number}") for number in range(5)), max_entries=4)
+
+
+def _long_name(size: int) -> bytes:
+    """An archive whose one entry has a name of `size` bytes, which a reader takes into memory before it knows it."""
+    info = entry("x", tarfile.GNUTYPE_LONGNAME)
+    info.size = size
+    return info.tobuf(tarfile.GNU_FORMAT)
+
+
+def test_a_header_that_would_fill_the_memory_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    with (tmp_path / "a.tar").open("wb") as archive:
+        archive.write(_long_name(8 << 30))
+        archive.truncate(16 << 30)  # sparse: the disk has none of it
+    with pytest.raises(ArchiveError, match="longer than"):
+        unpack(tmp_path / "a.tar", tmp_path / "target", max_bytes=1000, max_entries=9, strict=False)
+
+
+def test_a_compressed_archive_is_refused_whatever_it_would_unfold_to(tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    (tmp_path / "a.tar").write_bytes(gzip.compress(_long_name(1 << 20) + bytes(1 << 20)))
+    with pytest.raises(ArchiveError):
+        unpack(tmp_path / "a.tar", tmp_path / "target", max_bytes=1000, max_entries=9, strict=False)
+
+
+def test_very_many_entries_each_with_a_long_name_are_unpacked(tmp_path: Path) -> None:
+    names = ["/".join(("d" * 200, "e" * 200, f"{number}")) for number in range(90)]
+    assert made(tmp_path, *(file(name) for name in names)).entries == 90
 
 
 def test_names_may_begin_with_the_folder_itself(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ import pytest
 import typer.main
 
 from control.cli.app import app
+from control.cli.parse import ParseError, duration_ms, size_bytes
 from control.plan.session import SessionState
 from gateway.runtime.version import version
 from tests.control.conftest import Host, until
@@ -239,6 +240,21 @@ async def test_results_are_listed_without_steering_the_terminal(host: Host) -> N
     assert {"path": "deep/result.txt", "kind": "file", "bytes": 5} in json.loads(out)
 
 
+async def test_json_too_steers_no_terminal_and_tells_names_that_are_no_text(host: Host, tmp_path: Path) -> None:
+    host.engine.out = {"x\u009b2J\u202e\x7f\u2028": b"", os.fsdecode(b"../\xff"): b""}
+    session = await host.launch("printf", r"\302\2332J\177")
+    await host.ended(session)
+    code, out, err = await opificia(host, "out", "ls", session, "--json")
+    assert (code, err) == (0, "")
+    assert out.isascii()
+    assert {each["path"] for each in json.loads(out)} == {"x\u009b2J\u202e\x7f\u2028", "../\\xff"}
+    code, out, err = await opificia(host, "out", "get", session, str(tmp_path / "results"), "--json")
+    assert (code, err) == (0, "")
+    assert json.loads(out)["left_out"] == ["./../\\xff: leads out of the folder"]
+    code, out, _ = await opificia(host, "logs", session, "--json")
+    assert (code, out.isascii(), json.loads(out)["data"]) == (0, True, "\u009b2J\x7f")
+
+
 async def test_egress_is_summed_up_by_host(host: Host) -> None:
     session = await host.launch("true")
     await host.ended(session)
@@ -363,6 +379,17 @@ async def test_wrong_usage_is_one_sentence(host: Host) -> None:
     ):
         code, out, err = await opificia(host, *arguments)
         assert (code, out, len(err.splitlines())) == (2, "", 1), arguments
+
+
+@pytest.mark.parametrize(
+    ("read", "text"), [(duration_ms, "0s"), (duration_ms, "0.4ms"), (size_bytes, "0"), (size_bytes, "0.0g")]
+)
+def test_a_limit_of_nothing_is_not_taken_for_none(read: Callable[[str, str], int], text: str) -> None:
+    with pytest.raises(ParseError, match="--limit must be above 0"):
+        read("--limit", text)
+    # Not given; and no grace at all.
+    assert read("--limit", "") == 0
+    assert duration_ms("--grace", "0s", least=0) == 0
 
 
 async def test_a_closed_pipe_is_no_error(host: Host) -> None:

@@ -6,10 +6,12 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
-from control.app import Control, StartError
-from control.config import ControlConfig
+from control.app import Control, StartError, host_id
+from control.config import ControlConfig, ListenSettings, StoreSettings
+from control.plan.session import Reason, SessionState
 from gateway.runtime.settings import SettingsError, parse
 from tests.control.conftest import Host
 from tests.support.patience import PATIENCE_S
@@ -66,6 +68,24 @@ x = 1
         "21: unknown",
     ):
         assert expected in found, (expected, found)
+
+
+@pytest.mark.parametrize("number", ["nan", "inf", "-inf", "1e300", "-1.0"])
+def test_numbers_that_no_host_has_are_told(number: str) -> None:
+    text = f"[sandbox]\ncpus = {number}\n[admission]\ncpus = {number}\n"
+    assert problems(text) == ["2: sandbox.cpus", "4: admission.cpus"]
+
+
+def test_whole_numbers_beyond_every_clock_and_disk_are_told() -> None:
+    huge = "9" * 400
+    text = f"[limits]\nstop_grace_ms = {huge}\nout_bytes = {huge}\n[sandbox]\nmemory_bytes = {huge}\npids = {huge}\n"
+    found = problems(text)
+    assert sorted(found) == [
+        "2: limits.stop_grace_ms",
+        "3: limits.out_bytes",
+        "5: sandbox.memory_bytes",
+        "6: sandbox.pids",
+    ]
 
 
 def test_tcp_needs_a_token() -> None:
@@ -148,9 +168,41 @@ async def test_a_socket_in_use_is_told_and_left_alone(host: Host) -> None:
     async def verify() -> list[str]:
         return []
 
-    second = Control(host.config, host.engine, "host-1", verify)
+    data = host.root / "elsewhere"
+    data.mkdir()
+    paths = msgspec.structs.replace(host.config.paths, data=str(data))
+    config = msgspec.structs.replace(host.config, paths=paths, store=StoreSettings(f"sqlite:///{data}/control.db"))
     with pytest.raises(StartError, match="another process answers"):
-        async with second.running():
+        async with Control(config, host.engine, "host-2", verify).running():
             pass
     session = await host.launch("true")
     assert (await host.ended(session)).life.state.final
+
+
+async def test_a_second_daemon_on_the_same_folder_is_refused_before_it_touches_anything(host: Host) -> None:
+    async def verify() -> list[str]:
+        return []
+
+    session = await host.launch("sleep", "1000")
+    await host.state(session, SessionState.RUNNING)
+    listen = ListenSettings(api=f"unix:{host.root}/other.sock", runner=f"unix:{host.root}/other-runner.sock")
+    config = msgspec.structs.replace(host.config, listen=listen)
+    known = host.gateway.snapshots
+    with pytest.raises(StartError, match="another control daemon works in"):
+        async with Control(config, host.engine, "host-1", verify).running():
+            pass
+    assert host.gateway.snapshots == known
+    await host.manager.stop(session, 0)
+    assert (await host.ended(session)).life.reason is Reason.STOPPED_BY_USER
+    # One that has ended, however it did, holds nobody up.
+    await host.stop()
+    await host.start()
+
+
+@pytest.mark.parametrize("torn", ["", "\n", "0123", "0123456789abcdeX\n"])
+def test_an_id_of_the_host_that_was_torn_is_told_and_not_taken_for_another_host(tmp_path: Path, torn: str) -> None:
+    first = host_id(tmp_path)
+    assert host_id(tmp_path) == first
+    (tmp_path / "host-id").write_text(torn)
+    with pytest.raises(StartError, match="holds no id"):
+        host_id(tmp_path)

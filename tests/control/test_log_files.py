@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from control.docker.types import LogStream
-from control.sessions.logs import LogFiles, PieceReader
+from control.sessions.logs import BYTES_AT_ONCE, PIECES_AT_ONCE, LogFiles, PieceReader
 
 
 def opened(folder: Path, limit: int = 10_000) -> LogFiles:
@@ -36,7 +36,7 @@ def test_what_a_full_disk_takes_half_of_is_not_kept_and_comes_again_whole(tmp_pa
     logs.write(LogStream.STDOUT, b"b" * 700)
     logs.close()
     assert (tmp_path / "stdout.log").read_bytes() == b"a" * 700 + b"b" * 700
-    assert [(piece.offset, piece.length) for piece in PieceReader(tmp_path).new()] == [(0, 700), (700, 700)]
+    assert [(piece.offset, piece.length) for piece in PieceReader(tmp_path).next()] == [(0, 700), (700, 700)]
 
 
 def test_an_index_that_does_not_fit_keeps_nothing_of_the_piece(tmp_path: Path) -> None:
@@ -49,7 +49,7 @@ def test_an_index_that_does_not_fit_keeps_nothing_of_the_piece(tmp_path: Path) -
     logs.write(LogStream.STDERR, b"y")
     logs.close()
     assert (tmp_path / "stderr.log").read_bytes() == b"xxxy"
-    assert len(PieceReader(tmp_path).new()) == 4
+    assert len(PieceReader(tmp_path).next()) == 4
 
 
 def test_an_entry_of_the_index_that_a_crash_tore_does_not_shift_the_next(tmp_path: Path) -> None:
@@ -61,7 +61,29 @@ def test_an_entry_of_the_index_that_a_crash_tore_does_not_shift_the_next(tmp_pat
     logs = opened(tmp_path)
     logs.write(LogStream.STDOUT, b"two")
     logs.close()
-    assert [piece.length for piece in PieceReader(tmp_path).new()] == [3, 3]
+    assert [piece.length for piece in PieceReader(tmp_path).next()] == [3, 3]
+
+
+def test_a_program_that_writes_byte_by_byte_is_read_a_bounded_number_of_pieces_at_once(tmp_path: Path) -> None:
+    logs = opened(tmp_path)
+    for _ in range(2 * PIECES_AT_ONCE + 1):
+        logs.write(LogStream.STDOUT, b"x")
+    logs.close()
+    reader = PieceReader(tmp_path)
+    found = [reader.next() for _ in range(4)]
+    assert [len(pieces) for pieces in found] == [PIECES_AT_ONCE, PIECES_AT_ONCE, 1, 0]
+    assert [piece.offset for pieces in found for piece in pieces] == list(range(2 * PIECES_AT_ONCE + 1))
+
+
+def test_large_pieces_are_read_a_bounded_number_of_bytes_at_once(tmp_path: Path) -> None:
+    logs = opened(tmp_path, 10 * BYTES_AT_ONCE)
+    for size in (2 * BYTES_AT_ONCE, BYTES_AT_ONCE, BYTES_AT_ONCE):
+        logs.write(LogStream.STDOUT, bytes(size))
+    logs.close()
+    reader = PieceReader(tmp_path)
+    assert [[piece.length for piece in reader.next()] for _ in range(4)] == [
+        *([2 * BYTES_AT_ONCE], [BYTES_AT_ONCE], [BYTES_AT_ONCE], [])
+    ]
 
 
 def test_output_beyond_the_limit_is_said_once(tmp_path: Path) -> None:
