@@ -1,7 +1,7 @@
 """The audit log: `<dir>/<session>.log`, JSON lines, at most `max_lines` a session and then one line that says so.
 
-A thread of the log's own writes, so a slow or full disk never stalls a tunnel. It finds finished lines: a thread that encoded a
-batch of them would keep the interpreter, and the event loop would wait for the whole batch. A sandbox that makes a million
+A thread of the log's own writes, so a slow or full disk never stalls a tunnel. It finds finished lines, in lists by session: a
+thread that ran Python for each line of a batch would keep the interpreter, and the event loop would wait for the whole batch. A sandbox that makes a million
 refused requests costs a comparison each, no memory and no disk.
 """
 
@@ -10,7 +10,7 @@ import logging
 import os
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -75,7 +75,10 @@ class AuditLog:
     def __init__(self, directory: str, max_lines: int) -> None:
         self._directory = Path(directory) if directory else None
         self._max_lines = max_lines
-        self._queue: deque[tuple[str, bytes]] = deque()
+        # Lines by session, and how many in all; the thread takes them at once. The lock is held for no longer than that.
+        self._queued: dict[str, list[bytes]] = {}
+        self._waiting = 0
+        self._lock = threading.Lock()
         self._written: dict[str, int] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
         self._encode = msgspec.json.Encoder().encode
@@ -113,7 +116,7 @@ class AuditLog:
         # One more than the limit is let through: the writer turns it into the last line.
         if count > self._max_lines:
             return
-        if len(self._queue) >= MAX_QUEUED_LINES:
+        if self._waiting >= MAX_QUEUED_LINES:
             self.lost += 1
             return
         self._written[session] = count + 1
@@ -124,7 +127,10 @@ class AuditLog:
         line = AuditLine(
             now, session, event, kind, host[:MAX_HOST_CHARS], port, address, reason, bytes_up, bytes_down, ms, model
         )
-        self._queue.append((session, self._encode(line) + b"\n"))
+        encoded = self._encode(line) + b"\n"
+        with self._lock:
+            self._queued.setdefault(session, []).append(encoded)
+            self._waiting += 1
         if not self._wake.is_set():
             self._wake.set()
 
@@ -154,11 +160,8 @@ class AuditLog:
             os.close(file.fd)
 
     def _flush(self) -> None:
-        batches: dict[str, list[bytes]] = {}
-        # No more than there is now: whoever writes on and on must not keep the first line from the disk.
-        for _ in range(len(self._queue)):
-            session, line = self._queue.popleft()
-            batches.setdefault(session, []).append(line)
+        with self._lock:
+            batches, self._queued, self._waiting = self._queued, {}, 0
         for session, lines in batches.items():
             self._append(session, lines)
 
@@ -174,7 +177,7 @@ class AuditLog:
         if len(lines) > room:
             end = {"ts": datetime.now(UTC), "session": session, "event": "log_full", "max_lines": self._max_lines}
             lines = [*lines[:room], self._encode(end) + b"\n"]
-        count, problem = _write_lines(file.fd, b"".join(lines))
+        count, problem = _write_lines(file.fd, lines)
         file.lines += count
         if problem is not None:
             self._lose(session, len(lines) - count, problem)
@@ -209,8 +212,9 @@ class AuditLog:
         return file
 
 
-def _write_lines(fd: int, data: bytes) -> tuple[int, OSError | None]:
+def _write_lines(fd: int, lines: list[bytes]) -> tuple[int, OSError | None]:
     """Append lines; return how many are in the file whole, and what kept the others out."""
+    data = b"".join(lines)
     written = 0
     try:
         while written < len(data):
@@ -222,7 +226,7 @@ def _write_lines(fd: int, data: bytes) -> tuple[int, OSError | None]:
             with contextlib.suppress(OSError):
                 os.ftruncate(fd, os.fstat(fd).st_size - torn)
         return data.count(b"\n", 0, written), error
-    return data.count(b"\n"), None
+    return len(lines), None
 
 
 def _count_lines(fd: int) -> int:
