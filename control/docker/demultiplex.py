@@ -22,6 +22,11 @@ class Demultiplexer:
         self._stream: LogStream | None = None
         self._left = 0
 
+    @property
+    def at_end(self) -> bool:
+        """Tell whether the piece that was yielded last was the last one of its frame."""
+        return self._left == 0
+
     def feed(self, data: bytes) -> Iterator[tuple[LogStream, bytes]]:
         """Yield what the next bytes hold of each output, in order. Raises EngineError when it is no such stream."""
         position = 0

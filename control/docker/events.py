@@ -9,6 +9,7 @@ stream whether that one ended by itself or with the engine.
 import asyncio
 import contextlib
 import json
+import time
 from collections.abc import Iterator
 from typing import Final
 
@@ -19,6 +20,8 @@ from control.plan.container import LABEL_HOST
 
 _RETRY_FIRST_S: Final = 0.1
 _RETRY_MOST_S: Final = 5.0
+# How many events the engine remembers at most, and only since its start (daemon/events/events.go).
+_REMEMBERED: Final = 256
 # An event of the engine is about 1 KiB; labels could make it larger.
 _MAX_EVENT_BYTES: Final = 1024 * 1024
 
@@ -34,7 +37,10 @@ class Events:
         self._waiters: dict[str, set[asyncio.Event]] = {}
         self._task: asyncio.Task[None] | None = None
         self._listening = asyncio.Event()
-        self._since = ""
+        # From as far back as the engine remembers: what ended while control was away is among it.
+        self._since = "1"
+        # Containers whose end was seen, until they are removed.
+        self._ended: set[str] = set()
         self.generation = 0
 
     async def close(self) -> None:
@@ -66,6 +72,22 @@ class Events:
             if not waiters:
                 del self._waiters[container]
 
+    async def saw_end(self, container: str) -> bool | None:
+        """Tell whether an engine saw a container's end and lived to tell: then it has recorded all of its output.
+
+        One that was restarted has seen no end but those since; so has seen from outside one that has forgotten it, among
+        newer events: None. Raises EngineError.
+        """
+        if container in self._ended:
+            return True
+        # On its way, perhaps.
+        query = {"since": "1", "until": f"{time.time():.9f}"}
+        remembered = (await self._engine.in_thread("GET", "/events", query, _whole)).splitlines()
+        if any(_parsed(line)[:2] == ("die", container) for line in remembered):
+            return True
+        # Fewer are told than it remembers, by those that come after the question.
+        return None if len(remembered) > _REMEMBERED // 2 else False
+
     async def _run(self) -> None:
         loop = asyncio.get_running_loop()
         retry_s = _RETRY_FIRST_S
@@ -83,7 +105,7 @@ class Events:
 
         while True:
             began = loop.time()
-            query = {"filters": self._filters} | ({"since": self._since} if self._since else {})
+            query = {"filters": self._filters, "since": self._since}
             with contextlib.suppress(EngineError):
                 await self._engine.in_thread("GET", "/events", query, consume)
             self.generation += 1
@@ -98,8 +120,12 @@ class Events:
         if self.generation:
             self._wake_all()
 
-    def _take(self, container: str, since: str) -> None:
+    def _take(self, event: str, container: str, since: str) -> None:
         self._since = since or self._since
+        if event == "die":
+            self._ended.add(container)
+        else:
+            self._ended.discard(container)
         for wake in self._waiters.get(container, ()):
             wake.set()
 
@@ -109,11 +135,20 @@ class Events:
                 wake.set()
 
 
-def _parsed(line: bytes) -> tuple[str, str]:
-    """Return an event's container and its time as `since` takes it: seconds and nanoseconds. Empty: it has none."""
+def _whole(stream: Stream) -> bytes:
+    answer = bytearray()
+    while data := stream.read():
+        answer += data
+        if len(answer) > _REMEMBERED * _MAX_EVENT_BYTES:
+            raise EngineError("The engine's answer to what it remembers does not end.")
+    return bytes(answer)
+
+
+def _parsed(line: bytes) -> tuple[str, str, str]:
+    """Return what happened to which container, and when, as `since` takes it: seconds and nanoseconds. Empty: it has none."""
     try:
         event = json.loads(line)
         seconds, nanoseconds = divmod(int(event["timeNano"]), 1_000_000_000)
-        return str(event["Actor"]["ID"]), f"{seconds}.{nanoseconds:09d}"
+        return str(event["Action"]), str(event["Actor"]["ID"]), f"{seconds}.{nanoseconds:09d}"
     except (ValueError, KeyError, TypeError):
-        return "", ""
+        return "", "", ""

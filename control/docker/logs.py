@@ -1,21 +1,25 @@
 """A container's output, whole and in order, from before its start to after its end.
 
 While the connection stands, output is taken from an attachment made before the start: byte for byte, and an instant exit
-loses nothing. When it breaks (the engine restarts with live-restore), or control itself was restarted, the engine's own
-record is read from the beginning and what was already taken is left out. That record replaces bytes that are not UTF-8
-by U+FFFD, so what was taken is counted as the record would hold it.
+loses nothing. When it breaks (the engine restarts with live-restore), or control itself was restarted, it goes on with the
+engine's own record, behind what was already taken (control.docker.alignment). That record replaces bytes that are not UTF-8
+by U+FFFD.
+
+Whether the record is whole only the engine knows that saw the container's end: with live-restore a container outlives the
+engine, and what it prints then waits in a pipe for the engine's return; if it ends before that, the pipe goes with it (Docker
+20.10). Nor has an engine that was killed recorded all that it had read. What may be missing for such a reason is said, in the
+log and to whoever follows.
 """
 
 import asyncio
-import codecs
 import contextlib
 import logging
-import math
-import time
 from collections.abc import Callable
-from datetime import datetime
+from dataclasses import dataclass
+from functools import partial
 from typing import Final
 
+from control.docker.alignment import Alignment
 from control.docker.demultiplex import Demultiplexer
 from control.docker.engine import Engine
 from control.docker.events import Events
@@ -27,40 +31,16 @@ log = logging.getLogger(__name__)
 _RETRY_S: Final = 0.2
 _RETRY_MOST_S: Final = 5.0
 
-MAY_MISS: Final = "the engine was away when the container ended: what it printed meanwhile may be missing from the logs"
-
-_ERRORS: Final = "opificia.one-per-byte"
-
-
-def _replace_each(error: UnicodeError) -> tuple[str, int]:
-    # As Go's encoder does; Python's own "replace" makes one of several bytes.
-    assert isinstance(error, UnicodeDecodeError)
-    return "\ufffd" * (error.end - error.start), error.end
+END_UNSEEN: Final = "the engine did not see the container's end: what it printed last may be missing from the logs"
+RECORD_BROKEN: Final = "the engine no longer had all of the output when the logs were taken up: some may be missing from them, or be there twice"
 
 
-codecs.register_error(_ERRORS, _replace_each)
+@dataclass(slots=True)
+class _Known:
+    """How far the record of one output was read here, in bytes, and its first entry, by which it is known again."""
 
-
-class Tally:
-    """How much of each output was taken, in bytes of the engine's record."""
-
-    def __init__(self, sink: LogSink) -> None:
-        self._counts = {stream: sink.position(stream) for stream in LogStream}
-        self._decoders = {stream: codecs.getincrementaldecoder("utf-8")(_ERRORS) for stream in LogStream}
-
-    def __getitem__(self, stream: LogStream) -> int:
-        return self._counts[stream]
-
-    def add(self, stream: LogStream, data: bytes) -> None:
-        """Count bytes as they came from an attachment."""
-        if data.isascii() and self._decoders[stream].getstate()[0] == b"":
-            self._counts[stream] += len(data)
-        else:
-            self._counts[stream] += len(self._decoders[stream].decode(data).encode())
-
-    def add_recorded(self, stream: LogStream, count: int) -> None:
-        """Count bytes that came from the record."""
-        self._counts[stream] += count
+    first: bytes
+    position: int
 
 
 class LogFollower:
@@ -71,31 +51,28 @@ class LogFollower:
         self._events = events
         self._container = container
         self._sink = sink
-        self._tally = Tally(sink)
+        self._known: dict[LogStream, _Known] = {}
+        # Each once, in the order in which they were found.
+        self._missing: dict[str, None] = {}
         self.attached = asyncio.Event()
 
     async def run(self) -> str:
         """Return when the container has ended, or is gone, and all its output that there is is in the sink.
 
-        Returns what may be missing of it, one sentence; empty when it is whole.
+        Returns what may be missing of it, a sentence each; empty when it is whole.
         Raises EngineError when the engine refuses; an engine that is away is waited for, and so is a disk that is full.
         """
         retry_s = _RETRY_S
         # An attachment that ended while the engine stayed the same brought everything.
         attached_in: int | None = None
         followed_in: int | None = None
-        # Between which times the engine was away last.
-        away = (math.inf, 0.0)
-        last: int | None = None
-        gone_at = 0.0
+        # Another one later: the engine was away meanwhile, as far as can be told from here.
+        began_in: int | None = None
         while True:
             try:
-                gone_at = gone_at or time.time()
                 await self._events.listening()
                 generation = self._events.generation
-                if last not in (None, generation):
-                    away = (gone_at, time.time())
-                last, gone_at = generation, 0.0
+                began_in = generation if began_in is None else began_in
                 state = (await self._engine.call(lambda api: api.inspect_container(self._container)))["State"]
                 if state["Status"] == "created":
                     first = not self.attached.is_set()
@@ -103,12 +80,14 @@ class LogFollower:
                     # The start waits for the first attachment only: it may have come before another one stood.
                     attached_in = generation if first else None
                 elif not state["Running"]:
-                    if attached_in != generation:
+                    seen = await self._events.saw_end(self._container)
+                    # That the engine is another one may be known from this before the events tell.
+                    if attached_in != generation or not seen:
                         # Also after following: the engine ends that before a last line without a newline.
                         await self._read_record(follow=False)
-                    # With live-restore a container outlives the engine, and what it prints waits in a pipe for the engine's
-                    # return. If it ends before that, the pipe goes with it (Docker 20.10).
-                    return MAY_MISS if away[0] <= _seconds(state["FinishedAt"]) <= away[1] else ""
+                    if seen is False or (seen is None and generation != began_in):
+                        self._say(LogStream.STDERR, END_UNSEEN)
+                    return "; ".join(self._missing)
                 elif generation in (attached_in, followed_in):
                     # Both outputs are closed: by the program, by its end, which is not recorded yet, or by whatever is between
                     # us and the engine. The record tells, should the container still run after another look.
@@ -119,12 +98,10 @@ class LogFollower:
                     followed_in = generation
                 retry_s = _RETRY_S
             except NotFoundError:
-                return ""
+                return "; ".join(self._missing)
             except (EngineUnavailableError, OSError) as error:
                 if isinstance(error, OSError):
                     log.warning("the output of container %s cannot be kept now: %s", self._container[:12], error)
-                else:
-                    gone_at = gone_at or time.time()
                 # Whatever an attachment brings after this comes from the record.
                 attached_in = followed_in = None
                 await asyncio.sleep(retry_s)
@@ -138,43 +115,81 @@ class LogFollower:
     async def _attach(self) -> None:
         loop = asyncio.get_running_loop()
 
-        def take(stream_kind: LogStream, data: bytes) -> None:
-            self._sink.write(stream_kind, data)
-            self._tally.add(stream_kind, data)
-
         def consume(stream: Stream) -> None:
             loop.call_soon_threadsafe(self.attached.set)
-            _demultiplex(stream, take)
+            demultiplexer = Demultiplexer()
+            while data := stream.read():
+                for kind, piece in demultiplexer.feed(data):
+                    self._sink.write(kind, piece)
 
         query = {"stream": "1", "stdout": "1", "stderr": "1"}
         await self._engine.in_thread("POST", f"/containers/{self._container}/attach", query, consume)
 
     async def _read_record(self, *, follow: bool) -> None:
-        left_out = {stream: self._tally[stream] for stream in LogStream}
+        alignments = await self._align()
+        left_out = {kind: self._known[kind].position for kind in alignments}
 
-        def take(stream_kind: LogStream, data: bytes) -> None:
-            skipped = min(left_out[stream_kind], len(data))
-            left_out[stream_kind] -= skipped
-            if skipped < len(data):
-                fresh = data[skipped:]
-                self._sink.write(stream_kind, fresh)
-                self._tally.add_recorded(stream_kind, len(fresh))
+        def take(kind: LogStream, entry: bytes) -> None:
+            if kind not in alignments:
+                return
+            known = self._known[kind]
+            known.first = known.first or entry
+            skipped = min(left_out[kind], len(entry))
+            left_out[kind] -= skipped
+            data = entry[skipped:] if skipped else alignments[kind].fresh(entry)
+            if data:
+                self._sink.write(kind, data)
+            known.position += len(entry) - skipped
 
         self.attached.set()
+        await self._records(take, follow=follow)
+
+    async def _align(self) -> dict[LogStream, Alignment]:
+        """Find where the record of each output that is not full goes on; say so where it does not."""
+        alignments = {
+            kind: Alignment(partial(self._sink.read, kind), self._sink.position(kind))
+            for kind in LogStream
+            if not self._sink.full(kind)
+        }
+        firsts = dict.fromkeys(LogStream, b"")
+
+        def feed(kind: LogStream, entry: bytes) -> None:
+            firsts[kind] = firsts[kind] or entry
+            if kind in alignments:
+                alignments[kind].feed(entry)
+
+        if any(self._sink.position(kind) for kind in alignments):
+            await self._records(feed, follow=False)
+        for kind, alignment in alignments.items():
+            known = self._known.get(kind)
+            if alignment.parted and known is not None and known.first == firsts[kind]:
+                # Read before, and its beginning is still there.
+                continue
+            self._known[kind] = _Known(firsts[kind], alignment.position)
+            if alignment.broken:
+                self._say(kind, RECORD_BROKEN)
+        return alignments
+
+    async def _records(self, take: Callable[[LogStream, bytes], None], *, follow: bool) -> None:
+        """Bring the record's entries, each whole: it has a frame of its own."""
+
+        def consume(stream: Stream) -> None:
+            demultiplexer, entry = Demultiplexer(), bytearray()
+            while data := stream.read():
+                for kind, piece in demultiplexer.feed(data):
+                    entry += piece
+                    if demultiplexer.at_end:
+                        take(kind, bytes(entry))
+                        entry.clear()
+
         query = {"follow": str(int(follow)), "stdout": "1", "stderr": "1"}
-        path = f"/containers/{self._container}/logs"
-        await self._engine.in_thread("GET", path, query, lambda stream: _demultiplex(stream, take))
+        await self._engine.in_thread("GET", f"/containers/{self._container}/logs", query, consume)
 
-
-def _seconds(time_of_end: str) -> float:
-    try:
-        return datetime.fromisoformat(time_of_end).timestamp()
-    except ValueError:
-        return -math.inf
-
-
-def _demultiplex(stream: Stream, take: Callable[[LogStream, bytes], None]) -> None:
-    demultiplexer = Demultiplexer()
-    while data := stream.read():
-        for kind, piece in demultiplexer.feed(data):
-            take(kind, piece)
+    def _say(self, kind: LogStream, sentence: str) -> None:
+        """Note what may be missing, in the log too: a line, unless it was the last one before control was restarted."""
+        line = f"[opificia: {sentence}]\n".encode()
+        end = self._sink.position(kind)
+        last = self._sink.read(kind, max(0, end - len(line)), len(line))
+        if last != line:
+            self._sink.write(kind, line if last.endswith(b"\n") or not last else b"\n" + line)
+        self._missing[sentence] = None

@@ -35,6 +35,12 @@ class LogSink(Protocol):
     def position(self, stream: LogStream) -> int:
         """Return how many bytes of `stream` have come in so far, also before a restart of control."""
 
+    def read(self, stream: LogStream, offset: int, length: int) -> bytes:
+        """Return what came in of `stream` from an offset on, at most `length` bytes, none at the end."""
+
+    def full(self, stream: LogStream) -> bool:
+        """Tell whether nothing more of `stream` will be kept."""
+
     def write(self, stream: LogStream, data: bytes) -> None:
         """Take the next bytes of `stream`. Raises OSError when they cannot be kept now: then none of them were."""
 

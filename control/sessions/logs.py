@@ -53,6 +53,14 @@ class LogFiles:
         """Return how many bytes of `stream` are kept."""
         return self._taken[stream]
 
+    def read(self, stream: LogStream, offset: int, length: int) -> bytes:
+        """Return what is kept of `stream` from an offset on, at most `length` bytes, without the line at the limit."""
+        return os.pread(self._files[stream], max(0, min(length, self._taken[stream] - offset)), offset)
+
+    def full(self, stream: LogStream) -> bool:
+        """Tell whether `stream` has reached the limit, and nothing more of it is kept."""
+        return self._taken[stream] >= self._limit
+
     def write(self, stream: LogStream, data: bytes) -> None:
         """Keep the next bytes of `stream`, up to the limit; then one line that says so, then nothing.
 
@@ -121,4 +129,4 @@ def _write(fd: int, data: bytes) -> None:
 
 
 def _open(path: Path) -> int:
-    return os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)
+    return os.open(path, os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o640)

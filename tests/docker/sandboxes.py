@@ -35,13 +35,20 @@ _numbers = itertools.count(1)
 class Output:
     """Keeps a container's output (control.docker.types.LogSink)."""
 
-    def __init__(self, taken: dict[LogStream, int] | None = None) -> None:
-        self._taken = taken or dict.fromkeys(LogStream, 0)
-        self._kept = {stream: bytearray() for stream in LogStream}
+    def __init__(self, stdout: bytes = b"", stderr: bytes = b"") -> None:
+        self._kept = {LogStream.STDOUT: bytearray(stdout), LogStream.STDERR: bytearray(stderr)}
 
     def position(self, stream: LogStream) -> int:
         """Return how much was taken, before and now."""
-        return self._taken[stream] + len(self._kept[stream])
+        return len(self._kept[stream])
+
+    def read(self, stream: LogStream, offset: int, length: int) -> bytes:
+        """Return a part of what was taken."""
+        return bytes(self._kept[stream][offset : offset + length])
+
+    def full(self, stream: LogStream) -> bool:
+        """Tell that there is no limit."""
+        return False
 
     def write(self, stream: LogStream, data: bytes) -> None:
         """Take more."""
@@ -118,6 +125,10 @@ class Sandboxes:
         (self._in / "task.txt").write_text("the task\n")
         self._all: list[Sandbox] = []
         self._sessions: list[str] = []
+
+    def put(self, name: str) -> None:
+        """Make a file that appears in /in of all of them."""
+        (self._in / name).touch()
 
     @property
     def launched(self) -> list[Sandbox]:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import docker
@@ -65,19 +65,35 @@ async def test_a_session_outlives_the_engine_with_all_its_output_and_its_true_ex
     assert how(await ended(control, await launch(control, "exit 5")))[1:] == (Reason.EXIT_CODE, 5)
 
 
-@pytest.mark.parametrize("kill", [False, True], ids=["restarted", "crashed"])
+def _restarted(engine: PrivateEngine) -> None:
+    engine.stop_daemon()
+
+
+def _crashed(engine: PrivateEngine) -> None:
+    engine.stop_daemon(kill=True)
+
+
+def _hung(engine: PrivateEngine) -> None:
+    engine.freeze_daemon()
+
+
+@pytest.mark.parametrize("away", [_restarted, _crashed, _hung])
 async def test_output_that_the_engine_loses_is_told(
-    host: PrivateHost, control: ControlClient, engine: PrivateEngine, kill: bool
+    host: PrivateHost, control: ControlClient, engine: PrivateEngine, away: Callable[[PrivateEngine], None]
 ) -> None:
-    """What a container prints while the engine is away is lost if it ends before the engine is back (Docker 20.10)."""
+    """What a container prints while the engine is away is lost if it ends before the engine is back (Docker 20.10).
+
+    An engine that hangs and is killed then has seen as little of the end, which lies before its own.
+    """
     session = await launch(control, COUNT)
     await running(control, session)
     await until(lambda: counted(log(host, session)) > 5, "output")
-    await asyncio.to_thread(engine.stop_daemon, kill=kill)
+    await asyncio.to_thread(away, engine)
     # The way to the runner does not go through the engine; the runner ends soon after the session's command.
     assert (await execute(control, session, "touch", "/work/end"))[0] == 0
     runners = f"OPIFICIA_SESSION_ID={session}".encode()
     await until(lambda: not processes_with(runners), "the end of the container")
+    await asyncio.to_thread(engine.stop_daemon, kill=True)
     await asyncio.to_thread(engine.start_daemon)
     await ready(control)
     view = await ended(control, session)

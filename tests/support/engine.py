@@ -19,6 +19,7 @@ import fcntl
 import json
 import os
 import shutil
+import signal
 import socket
 import subprocess
 from collections.abc import Callable, Sequence
@@ -170,6 +171,11 @@ class PrivateEngine:
         if kill:
             self._daemon.kill()
         stop(self._daemon, grace_s=_STOP_GRACE_S)
+
+    def freeze_daemon(self) -> None:
+        """Let the engine do nothing more until it is killed (`stop_daemon`), as when it hangs; containers go on."""
+        assert self._daemon is not None, "the engine is not started"
+        self._daemon.send_signal(signal.SIGSTOP)
 
     def processes(self) -> list[int]:
         """Return all processes of this engine and its containers, also those that an earlier run left."""

@@ -60,7 +60,7 @@ async def test_an_event_wakes_who_waits_for_its_container_and_no_other(source: E
     events.begin()
     with events.watch("a") as mine, events.watch("b") as other:
         stream = await source.opened.get()
-        stream.write(b'no event\n{"Actor": {"ID": "a"}, "timeNano": 1700000000123456789}\n')
+        stream.write(b'no event\n{"Action": "die", "Actor": {"ID": "a"}, "timeNano": 1700000000123456789}\n')
         await woken(mine)
         assert not other.is_set()
         stream.close()
@@ -70,8 +70,9 @@ async def test_after_a_break_all_look_again_and_no_event_is_missed(source: Event
     events.begin()
     with events.watch("a") as wake:
         stream = await source.opened.get()
-        assert "since" not in source.queries[0]
-        stream.write(b'{"Actor": {"ID": "a"}, "timeNano": 1700000000000000009}\n')
+        # All that the engine remembers, at first.
+        assert source.queries[0]["since"] == ["1"]
+        stream.write(b'{"Action": "die", "Actor": {"ID": "a"}, "timeNano": 1700000000000000009}\n')
         await woken(wake)
         stream.close()
         # At the break, and when the engine is there again.
@@ -81,3 +82,43 @@ async def test_after_a_break_all_look_again_and_no_event_is_missed(source: Event
         assert source.queries[1]["since"] == ["1700000000.000000009"]
         assert events.generation == 1
         stream.close()
+
+
+async def test_an_end_is_known_as_long_as_the_container_is_there_also_when_the_engine_has_forgotten_it(
+    source: EventSource, events: Events
+) -> None:
+    events.begin()
+    with events.watch("a") as wake:
+        stream = await source.opened.get()
+        try:
+            stream.write(b'{"Action": "die", "Actor": {"ID": "a"}, "timeNano": 1}\n')
+            await woken(wake)
+            assert await events.saw_end("a")
+            stream.write(b'{"Action": "destroy", "Actor": {"ID": "a"}, "timeNano": 2}\n')
+            await woken(wake)
+            assert await asked(source, events, b"") is False
+        finally:
+            stream.close()
+
+
+async def test_an_end_that_was_not_told_yet_is_asked_for(source: EventSource, events: Events) -> None:
+    other = b'{"Action": "die", "Actor": {"ID": "b"}, "timeNano": 1}\n'
+    assert await asked(source, events, other + other.replace(b'"b"', b'"a"')) is True
+    assert await asked(source, events, other) is False
+
+
+async def test_of_an_end_among_more_events_than_the_engine_remembers_nothing_is_said(
+    source: EventSource, events: Events
+) -> None:
+    other = b'{"Action": "start", "Actor": {"ID": "b"}, "timeNano": 1}\n'
+    assert await asked(source, events, 200 * other) is None
+
+
+async def asked(source: EventSource, events: Events, answer: bytes) -> bool | None:
+    """Ask whether the end of container `a` was seen, which the engine is asked for and answers so."""
+    asking = asyncio.create_task(events.saw_end("a"))
+    async with asyncio.timeout(PATIENCE_S):
+        stream = await source.opened.get()
+        stream.write(answer)
+        stream.close()
+        return await asking

@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 
 from control.docker.archive import TarCut
 from control.docker.demultiplex import Demultiplexer
-from control.docker.logs import Tally
 from control.docker.stream import Stream
 from control.docker.types import EngineError, EngineUnavailableError, LogStream, OutLimits, OutSummary
 
@@ -59,40 +58,6 @@ def test_bytes_that_are_no_log_stream_raise_only_the_engines_error(data: bytes) 
 def test_a_frame_of_unknown_kind_is_refused() -> None:
     with pytest.raises(EngineError, match="unknown kind 3"):
         list(Demultiplexer().feed(frame(3, b"error from daemon")))
-
-
-class Nowhere:
-    def position(self, stream: LogStream) -> int:
-        return 10 if stream is LogStream.STDERR else 0
-
-    def write(self, stream: LogStream, data: bytes) -> None:
-        raise AssertionError
-
-
-@pytest.mark.parametrize(
-    ("data", "length"),
-    [
-        (b"plain\n", 6),
-        ("ünï\n".encode(), 6),
-        (b"\xff", 3),  # U+FFFD is three bytes
-        (b"\xff\xfe\x00", 7),
-        (b"\xe2\x82x", 7),  # one for each byte of a broken sequence, as Go does
-        (b"\xf0\x9f\x98\x80", 4),
-    ],
-)
-@pytest.mark.parametrize("size", [1, 2, 100])
-def test_what_was_taken_is_counted_as_the_record_holds_it(data: bytes, length: int, size: int) -> None:
-    tally = Tally(Nowhere())
-    for piece in pieces(data, size):
-        tally.add(LogStream.STDOUT, piece)
-    assert tally[LogStream.STDOUT] == length
-
-
-def test_what_was_taken_before_a_restart_is_counted_too() -> None:
-    tally = Tally(Nowhere())
-    tally.add(LogStream.STDERR, b"abc")
-    tally.add_recorded(LogStream.STDERR, 4)
-    assert tally[LogStream.STDERR] == 17
 
 
 def archive(*members: tuple[tarfile.TarInfo, bytes], format_: int = tarfile.PAX_FORMAT) -> bytes:

@@ -2,11 +2,13 @@
 
 import asyncio
 from collections.abc import Callable
-from datetime import UTC, datetime
-from typing import Any
+from typing import Any, cast
 
-from control.docker.logs import MAY_MISS, LogFollower
+import pytest
+
+from control.docker.logs import END_UNSEEN, RECORD_BROKEN, LogFollower
 from control.docker.types import EngineUnavailableError, LogStream
+from tests.docker.sandboxes import Output
 from tests.support.patience import PATIENCE_S
 
 
@@ -30,28 +32,28 @@ class Stream:
 
 
 class Script:
-    """Stands for engine and events: the container's states in turn (the last stays), and streams by what is asked for."""
+    """Stands for engine and events: the container's states in turn (the last stays), and streams by what is asked for.
 
-    def __init__(self, states: list[str], **streams: list[Stream]) -> None:
+    `saw`: whether the engine saw the container's end.
+    """
+
+    generation = 1
+
+    def __init__(self, states: list[str], *, saw: bool | None = True, **streams: list[Stream]) -> None:
         self._states = states
         self._streams = streams
-        self.generation = 1
+        self._saw = saw
         self.asked: list[str] = []
-        self.finished = datetime(2020, 1, 1, tzinfo=UTC)
-        self._away = False
 
     async def listening(self) -> None:
-        if self._away:
-            self._away, self.finished = False, datetime.now(UTC)
-            self.generation += 1
+        pass
 
-    def goes(self) -> None:
-        """Let the engine go, to be back at the next look; the container ends meanwhile."""
-        self._away = True
+    async def saw_end(self, _container: str) -> bool | None:
+        return self._saw
 
     async def call(self, _function: Callable[[Any], Any]) -> Any:
         state = self._states.pop(0) if len(self._states) > 1 else self._states[0]
-        return {"State": {"Status": state, "Running": state == "running", "FinishedAt": self.finished.isoformat()}}
+        return {"State": {"Status": state, "Running": state == "running"}}
 
     async def in_thread(self, _method: str, path: str, _query: Any, consume: Callable[[Any], None]) -> None:
         name = path.rpartition("/")[2]
@@ -60,23 +62,13 @@ class Script:
         await asyncio.to_thread(consume, stream)
 
 
-class Sink:
-    def __init__(self) -> None:
-        self.kept = b""
-
-    def position(self, stream: LogStream) -> int:
-        return len(self.kept) if stream is LogStream.STDOUT else 0
-
-    def write(self, stream: LogStream, data: bytes) -> None:
-        assert stream is LogStream.STDOUT
-        self.kept += data
-
-
-async def follow(script: Any, missing: str = "") -> bytes:
-    sink = Sink()
+async def follow(script: Any, missing: str = "", kept: bytes = b"", said: bytes = b"") -> bytes:
+    """Return what is kept of stdout in the end. `missing`: what the follower says; `said`: what the log says."""
+    sink = Output(kept, said)
     async with asyncio.timeout(PATIENCE_S):
         assert await LogFollower(script, script, "c1", sink).run() == missing
-    return sink.kept
+    assert sink.stderr.decode() == (f"[opificia: {missing}]\n" if missing else "")
+    return sink.stdout
 
 
 async def test_an_attachment_made_before_the_start_needs_no_record() -> None:
@@ -99,19 +91,74 @@ async def test_an_attachment_that_breaks_goes_on_from_the_record_behind_what_it_
     script = Script(
         ["created", "running", "exited"],
         attach=[Stream(frame(b"one "), breaks=True)],
-        logs=[Stream(frame(b"one two ")), Stream(frame(b"one two three"))],
+        # Each time to see where to go on, then to do so.
+        logs=[Stream(frame(text)) for text in (b"one two ", b"one two ", b"one two three", b"one two three")],
     )
     assert await follow(script) == b"one two three"
 
 
-async def test_output_of_a_container_that_ends_while_the_engine_is_away_is_told_to_be_missing_perhaps() -> None:
-    script = Script(["created", "exited"], logs=[Stream(frame(b"one "))])
+async def test_output_whose_end_the_engine_did_not_see_is_told_to_be_missing_perhaps() -> None:
+    script = Script(
+        ["created", "exited"],
+        saw=False,
+        attach=[Stream(frame(b"one "), breaks=True)],
+        logs=[Stream(frame(b"one ")), Stream(frame(b"one "))],
+    )
+    assert await follow(script, END_UNSEEN) == b"one "
 
-    class Going(Stream):
-        def read(self) -> bytes:
-            if not self._pieces:
-                script.goes()
-            return super().read()
 
-    script._streams["attach"] = [Going(frame(b"one "), breaks=True)]
-    assert await follow(script, MAY_MISS) == b"one "
+async def test_an_attachment_that_ended_in_order_with_an_engine_that_is_another_by_now_needs_the_record() -> None:
+    """Nobody has noticed yet that the engine was away."""
+    script = Script(
+        ["created", "exited"],
+        saw=False,
+        attach=[Stream(frame(b"one "))],
+        logs=[Stream(frame(b"one two")), Stream(frame(b"one two"))],
+    )
+    assert await follow(script, END_UNSEEN) == b"one two"
+
+
+@pytest.mark.parametrize("away", [False, True])
+async def test_an_end_that_the_engine_has_forgotten_is_doubted_if_the_engine_was_away(away: bool) -> None:
+    script = Script(
+        ["created", "exited"],
+        saw=None,
+        attach=[Stream(frame(b"one "), breaks=True)],
+        logs=[Stream(frame(b"one ")), Stream(frame(b"one "))],
+    )
+    attached = script.in_thread
+
+    async def leave(*arguments: Any) -> None:
+        try:
+            await attached(*arguments)
+        finally:
+            script.generation += away
+
+    script.in_thread = leave  # type: ignore[method-assign]
+    assert await follow(script, END_UNSEEN if away else "") == b"one "
+
+
+async def test_what_may_be_missing_is_told_once_in_the_log_also_by_the_control_that_comes_after() -> None:
+    said = f"[opificia: {END_UNSEEN}]\n".encode()
+    script = Script(["exited"], saw=False, logs=[Stream(frame(b"one ")), Stream(frame(b"one "))])
+    assert await follow(script, END_UNSEEN, b"one ", said) == b"one "
+
+
+async def test_a_record_that_does_not_go_on_where_the_log_ends_is_told_there() -> None:
+    script = Script(["exited"], logs=[Stream(frame(b"ten\n")), Stream(frame(b"ten\n"))])
+    sink = Output(b"one\n")
+    async with asyncio.timeout(PATIENCE_S):
+        assert await LogFollower(cast(Any, script), cast(Any, script), "c1", sink).run() == RECORD_BROKEN
+    assert sink.stdout.decode() == f"one\n[opificia: {RECORD_BROKEN}]\nten\n"
+
+
+async def test_of_an_output_that_is_full_nothing_is_asked() -> None:
+    class Full(Output):
+        def full(self, stream: LogStream) -> bool:
+            return stream is LogStream.STDOUT
+
+    script = Script(["exited"], logs=[Stream(frame(b"ten\n"))])
+    sink = Full(b"one\n")
+    async with asyncio.timeout(PATIENCE_S):
+        assert await LogFollower(cast(Any, script), cast(Any, script), "c1", sink).run() == ""
+    assert sink.stdout == b"one\n"
