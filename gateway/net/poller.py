@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import select
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Final
 
 # Sockets served before the loop's other work (timers, model streams, name look-ups) gets its turn.
@@ -26,6 +26,8 @@ AFTER_VAIN: Final = 24
 # Deferred work begins no other piece after this time before sockets are looked at again: a small message waits for one
 # piece of bulk, not for all tunnels'.
 TURN_S: Final = 0.001
+# How long what comes often and in small pieces is left alone before it is read again.
+REST_S: Final = 0.001
 
 _IN: Final = select.EPOLLIN
 _OUT: Final = select.EPOLLOUT
@@ -68,6 +70,9 @@ class Poller:
         # Whether the callbacks of several sockets are called one after the other, and what is wanted after the last of them.
         self.is_serving_many = False
         self._after: list[Callback] = []
+        # What is called when a rest is over.
+        self._resting: dict[Callback, None] = {}
+        self._waking: asyncio.TimerHandle | None = None
         # Work that waits until all events of a batch are served, in the order it came.
         self._deferred: dict[Callback, None] = {}
         # When the last batch was served, how many came quickly (from below 0 after waiting in vain), and until when to look
@@ -137,6 +142,12 @@ class Poller:
         """
         self._after.append(work)
 
+    def rest(self, work: Callback, /) -> None:
+        """Call `work` once in REST_S or a little later, in a row with other such work. If it raises, that is reported."""
+        self._resting[work] = None
+        if self._waking is None:
+            self._waking = self._loop.call_later(REST_S, self._wake)
+
     def defer(self, work: Callback, /) -> None:
         """Call `work` after the callbacks of all sockets that are ready now, in turn with other such work.
 
@@ -154,6 +165,8 @@ class Poller:
         self._deferred.clear()
         if self._spinning is not None:
             self._spinning.cancel()
+        if self._waking is not None:
+            self._waking.cancel()
         self._loop.remove_reader(self._epoll.fileno())
         self._watches.clear()
         self._epoll.close()
@@ -227,18 +240,27 @@ class Poller:
                         if watch is not None:
                             self._apply(each, watch)
                     less.clear()
-        self.is_serving_many = False
-        if self._after:
-            self._finish_batch()
+        self._finish_batch()
 
     def _finish_batch(self) -> None:
-        after = self._after
-        for work in after:
+        self.is_serving_many = False
+        if self._after:
+            after, self._after = self._after, []
+            self._run_all(after)
+
+    def _wake(self) -> None:
+        self._waking = None
+        rested, self._resting = self._resting, {}
+        self.is_serving_many = len(rested) > 1
+        self._run_all(rested)
+        self._finish_batch()
+
+    def _run_all(self, works: Iterable[Callback]) -> None:
+        for work in works:
             try:
                 work()
             except Exception as error:
-                self._loop.call_exception_handler({"message": "work after a batch failed", "exception": error})
-        after.clear()
+                self._loop.call_exception_handler({"message": "the poller's work failed", "exception": error})
 
     def _give_up(self, fd: int, watch: _Watch, error: Exception) -> None:
         """Report a callback that failed, and call it no more.

@@ -6,6 +6,7 @@ business.
 
 import socket
 import struct
+import time
 from collections.abc import Callable
 from typing import Final, Protocol
 
@@ -19,6 +20,13 @@ from gateway.net.wire import Wire
 MAX_REPLY_HEAD_BYTES: Final = 64 * 1024
 # RFC 9110 §15.2 allows any number of interim replies; a provider sends none or one.
 MAX_INTERIM_REPLIES: Final = 8
+
+# A reply of which QUICK_READS small pieces in a row came within QUICK_S of each other is read once in a while (`Poller.rest`):
+# a read and a write cost ten times what an event does, and more of them come meanwhile. No model is that quick, with 2,000
+# events a second, only a server that has much of the reply already.
+QUICK_S: Final = 500e-6
+QUICK_READS: Final = 4
+SMALL_READ_BYTES: Final = 64 * 1024
 
 # linux/tcp.h: in struct tcp_info the 64 bits at 120 count the bytes that the peer acknowledged.
 _TCP_INFO_BYTES: Final = 128
@@ -70,8 +78,8 @@ class ConnectionKeeper(Protocol):
 class UpstreamConnection(Wire):
     """One connection to the provider; serves one exchange at a time."""
 
-    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_pieces", "_pool", "_reusable",
-                 "_settled", "_surplus", "_take_body", "on_body", "reused")  # fmt: skip
+    __slots__ = ("_before", "_complete", "_head", "_interims", "_over_tls", "_owner", "_parser", "_pieces", "_pool",
+                 "_quick_reads", "_read_at", "_rests", "_reusable", "_settled", "_surplus", "_take_body", "on_body", "reused")  # fmt: skip
 
     def __init__(self, pool: ConnectionKeeper, poller: Poller, sock: socket.socket, *, over_tls: bool) -> None:
         super().__init__(poller, sock)
@@ -89,6 +97,10 @@ class UpstreamConnection(Wire):
         self._surplus = False
         self._interims = 0
         self._take_body: Callable[[bytes], object] = bool
+        # When a reply's body was read last, how many small reads came quickly, and whether it is read once in a while only.
+        self._read_at = 0.0
+        self._quick_reads = 0
+        self._rests = False
         # Acknowledged bytes at the start (the SYN is one), and when the present request began.
         self._before = 0
         self._before = self._acknowledged()
@@ -103,6 +115,7 @@ class UpstreamConnection(Wire):
         self._head = b""
         self._complete = False
         self._interims = 0
+        self._quick_reads = 0
         # Over TLS the bytes on the wire are not those that were written, so the kernel is asked.
         if self._over_tls and self.reused:
             self._settled = self._acknowledged()
@@ -125,6 +138,7 @@ class UpstreamConnection(Wire):
                 self._settled = self.written_bytes
             if self.is_paused:
                 self.resume()
+            self._end_rest()
             self._pool.put_back(self)
         else:
             self.close()
@@ -168,6 +182,13 @@ class UpstreamConnection(Wire):
         owner.relay(data)
         if self._complete:
             owner.reply_completed(reusable=self._reusable)
+        else:
+            self._consider_rest(len(data))
+
+    def pause(self) -> None:
+        """Read no more until `resume`."""
+        self._rests = False
+        super().pause()
 
     def lost(self, *, clean: bool) -> None:
         owner = self._owner
@@ -222,6 +243,37 @@ class UpstreamConnection(Wire):
                 raise httptools.HttpParserError("an upgrade that nobody asked for, or too many interim replies")
             self._complete = False
             owner.interim_reply(head)
+
+    def _consider_rest(self, size: int) -> None:
+        now = time.monotonic()
+        if size < SMALL_READ_BYTES and (self._rests or now - self._read_at < QUICK_S):
+            self._quick_reads += 1
+            # Over TLS a read takes one record, however many there are.
+            if self._quick_reads >= QUICK_READS and not (
+                self._rests or self._over_tls or self.is_paused or self.is_closed
+            ):
+                self._rests = True
+                self._poller.remove_reader(self.sock.fileno())
+                self._poller.rest(self._on_rested)
+        else:
+            self._quick_reads = 0
+        self._read_at = now
+
+    def _on_rested(self) -> None:
+        before = self._quick_reads
+        if self._rests and not self.is_closed:
+            self._on_readable()
+            if self._quick_reads > before:
+                self._poller.rest(self._on_rested)
+            else:
+                self._end_rest()
+
+    def _end_rest(self) -> None:
+        """Be told of what comes at once again."""
+        if self._rests:
+            self._rests = False
+            if not (self.is_paused or self.is_closed):
+                self._poller.add_reader(self.sock.fileno(), self._on_readable)
 
     def _break(self, owner: UpstreamOwner, *, clean: bool) -> None:
         self._owner = None
