@@ -32,6 +32,8 @@ _FORWARDED: Final = b"x-forwarded-"
 _find_hop_by_hop: Final = re.compile(
     rb"\n(?:" + b"|".join(sorted(_HOP_BY_HOP - {b"transfer-encoding", b"trailer"})) + rb"):"
 ).search
+# What most providers' replies have of it, and nothing else.
+_KEEP_ALIVE: Final = b"\r\nconnection: keep-alive\r\n"
 # Names in `Connection` that are about the connection itself and name no other header.
 _CONNECTION_OPTIONS: Final = frozenset({b"close", b"keep-alive", b"upgrade", b"te", b""})
 
@@ -94,8 +96,13 @@ class ReplyHead:
         provider ends by closing.
         """
         head = self._raw
-        if _find_hop_by_hop(self._lower):
-            head = self._without_hop_by_hop()
+        found = _find_hop_by_hop(self._lower)
+        if found is not None:
+            start = found.start() - 1
+            if self._lower.startswith(_KEEP_ALIVE, start) and _find_hop_by_hop(self._lower, found.end()) is None:
+                head = head[:start] + head[start + len(_KEEP_ALIVE) - 2 :]
+            else:
+                head = self._without_hop_by_hop()
         # An intermediary answers with its own version (RFC 9110 §6.2); after HTTP/1.0 a client would not keep alive.
         end = (b"transfer-encoding: chunked\r\n" if chunked else b"") + (b"connection: close\r\n" if close else b"")
         if end or not head.startswith(b"HTTP/1.1"):

@@ -192,6 +192,23 @@ def test_a_replys_framing_is_never_dropped(line: bytes) -> None:
     assert ReplyHead(200, raw).for_client(close=False, chunked=False) == b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\n"
 
 
+_REPLY_LINES = (
+    b"Connection: keep-alive", b"connection: Keep-Alive", b"Connection:keep-alive", b"Connection: close", b"Connection: X-Named",
+    b"Connection: keep-alive, X-Named", b"X-Named: 1", b"Keep-Alive: timeout=5", b"Upgrade: h2c", b"Content-Length: 0", b"Date: now",
+    b"X-Text: connection: keep-alive",
+)  # fmt: skip
+
+
+@given(st.lists(st.sampled_from(_REPLY_LINES), max_size=6))
+def test_a_reply_goes_on_without_what_is_about_the_providers_connection_wherever_it_stands(lines: list[bytes]) -> None:
+    raw = b"\r\n".join((b"HTTP/1.1 200 OK", *lines, b"", b""))
+    named = any(b"X-Named" in line for line in lines if line.startswith(b"Connection"))
+    dropped = (b"connection:", b"keep-alive:", b"upgrade:", *((b"x-named:",) if named else ()))
+    kept = [line for line in lines if not line.lower().startswith(dropped)]
+    passed = ReplyHead(200, raw).for_client(close=False, chunked=False)
+    assert passed == b"\r\n".join((b"HTTP/1.1 200 OK", *kept, b"", b""))
+
+
 def test_every_reason_has_a_shape_in_every_providers_language() -> None:
     for shape in SHAPES.values():
         for reason in DenyReason:
