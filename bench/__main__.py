@@ -1,11 +1,13 @@
 """`python -m bench SUITE`: prints its plan and progress, then tables; writes raw JSON and plots."""
 
 import argparse
+import errno
+import os
 import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Final
@@ -37,12 +39,30 @@ def _parser() -> argparse.ArgumentParser:
     what.add_argument("--once", action="store_true", help="run each function once: is it correct, not how fast is it")
     where = commands.add_parser("profile", help="where the gateway's time goes in a scenario")
     where.add_argument("scenario", help="of the egress or model suite")
-    where.add_argument("--seconds", type=float, default=5.0)
+    where.add_argument("--seconds", type=positive, default=5.0)
     show = commands.add_parser("show", help="print and draw results again")
     show.add_argument("file", type=Path, nargs="+")
     readme = commands.add_parser("readme", help="put the tables and plots of a folder of results into README.md")
     readme.add_argument("folder", type=Path)
     return parser
+
+
+def at_least(least: int) -> Callable[[str], int]:
+    """Return what reads an option's whole number of at least `least`."""
+
+    def whole(text: str) -> int:
+        if int(text) < least:
+            raise argparse.ArgumentTypeError(f"{text} is less than {least}")
+        return int(text)
+
+    return whole
+
+
+def positive(text: str) -> float:
+    """Read an option's number above 0."""
+    if not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text} is not more than 0")
+    return float(text)
 
 
 def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
@@ -61,21 +81,25 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
     if name == "model":
         suite.add_argument("--litellm", action="store_true", help="also LiteLLM's proxy, installed from PyPI at first")
     if name != "sandbox":
-        suite.add_argument("--rounds", type=int, default=3)
+        suite.add_argument("--rounds", type=at_least(1), default=3)
     if proxies or everything:
-        suite.add_argument("--seconds", type=float, default=3.0, help="of one measurement")
-        suite.add_argument("--connections", type=int, default=20_000, help="connections or requests of one measurement")
-        suite.add_argument("--idle", type=int, default=5_000, metavar="TUNNELS")
+        suite.add_argument("--seconds", type=positive, default=3.0, help="of one measurement")
+        suite.add_argument(
+            "--connections", type=at_least(100), default=20_000, help="connections or requests of one measurement"
+        )
+        suite.add_argument("--idle", type=at_least(10), default=5_000, metavar="TUNNELS")
     if name == "sandbox" or everything:
-        suite.add_argument("--starts", type=int, default=10, metavar="ROUNDS", help="of session starts; 0: none")
-        suite.add_argument("--sessions", type=int, default=100, help="in all, eight at a time; 0: none")
+        suite.add_argument(
+            "--starts", type=at_least(0), default=10, metavar="ROUNDS", help="of session starts; 0: none"
+        )
+        suite.add_argument("--sessions", type=at_least(0), default=100, help="in all, eight at a time; 0: none")
     if name == "handover" or everything:
-        suite.add_argument("--gigabytes", type=float, default=10.0, help="of a checked transfer")
-        suite.add_argument("--tunnels", type=int, default=100)
-        suite.add_argument("--restarts", type=int, default=10, help="of the gateway meanwhile")
+        suite.add_argument("--gigabytes", type=positive, default=10.0, help="of a checked transfer")
+        suite.add_argument("--tunnels", type=at_least(1), default=100)
+        suite.add_argument("--restarts", type=at_least(0), default=10, help="of the gateway meanwhile")
     if name == "api" or everything:
-        suite.add_argument("--requests", type=int, default=1_000, help="API requests of one measurement")
-        suite.add_argument("--stored", type=int, default=10_000, help="sessions in the database")
+        suite.add_argument("--requests", type=at_least(1), default=1_000, help="API requests of one measurement")
+        suite.add_argument("--stored", type=at_least(1), default=10_000, help="sessions in the database")
     suite.add_argument("--quick", action="store_true", help="one short round: does it work, not how fast is it")
     suite.add_argument("--out", type=Path, metavar="FOLDER", help="of raw results (default: bench/results/DATE-TIME; a quick run: a temporary one)")  # fmt: skip
 
@@ -88,7 +112,13 @@ def run_job(work: Job, folder: Path, console: Console) -> int:
     try:
         work.run(run, lambda text: console.print(text, style="dim", highlight=False))
     except (RuntimeError, LoadError) as error:
-        console.print(f"{work.name}: not measured: {error}", style="red")
+        run.failed.append(str(error))
+    except Exception as error:
+        # A mistake of ours. The suites after this one can still be measured.
+        console.print_exception()
+        run.failed.append(f"{type(error).__name__}: {error}")
+    if run.failed and not run.records:
+        console.print(f"{work.name}: not measured: {'; '.join(run.failed)}", style="red", markup=False)
         return 2
     file = folder / f"{work.name}.json"
     run.save(file)
@@ -111,6 +141,14 @@ def run_suites(names: Sequence[str], options: argparse.Namespace, console: Conso
     )
     scratch = Path(tempfile.mkdtemp(prefix="bench-")) if options.quick and not options.out else None
     folder = options.out or scratch or RESULTS / f"{datetime.now(UTC):%Y-%m-%d-%H%M}"
+    try:
+        # Before hours are spent on what could not be kept.
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        console.print(f"{folder} cannot be written: {error.strerror}", style="red", markup=False)
+        return 2
     return max(run_job(each, folder, console) for each in jobs)
 
 
@@ -123,6 +161,17 @@ def finish(run: Run, file: Path, console: Console) -> None:
             console.print(f"plot: {path}")
     except PlotsUnavailableError as error:
         console.print(f"no plots: {error}", style="yellow")
+
+
+def _show(file: Path, console: Console) -> int:
+    """Print and draw the results of one file. Returns 2 when it holds none."""
+    try:
+        run = Run.load(file)
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        console.print(f"{file} holds no results: {error}", style="red", markup=False)
+        return 2
+    finish(run, file, console)
+    return 0
 
 
 def main() -> int:
@@ -140,9 +189,7 @@ def main() -> int:
         case "readme":
             return publish.update(options.folder, console)
         case "show":
-            for file in options.file:
-                finish(Run.load(file), file, console)
-            return 0
+            return max(_show(file, console) for file in options.file)
         case "all":
             status = run_suites(list(SUITES), options, console)
             return max(status, micro_runs.run(once=options.quick))

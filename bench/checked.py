@@ -26,8 +26,11 @@ BASE_BYTES: Final = 16 << 20
 _PIECE: Final = 1 << 20
 _REQUEST: Final = struct.Struct(">cI")
 _DIGEST_BYTES: Final = 32
-# Where the receiving end writes how many bytes have come.
-PROGRESS_BYTES: Final = 8
+# Shared by both ends and who restarts the gateway: bytes that have come at the client, at the server; whether all restarts are
+# over.
+_PROGRESS: Final = struct.Struct("=QQQ")
+PROGRESS_BYTES: Final = _PROGRESS.size
+_COUNT: Final = struct.Struct("=Q")
 
 
 @functools.cache
@@ -146,18 +149,30 @@ class _Progress:
 
     def __init__(self, file: Path, place: int) -> None:
         with file.open("r+b") as opened:
-            self._map = mmap.mmap(opened.fileno(), 2 * PROGRESS_BYTES)
-        self._place = place * PROGRESS_BYTES
+            self._map = mmap.mmap(opened.fileno(), PROGRESS_BYTES)
+        self._place = place * _COUNT.size
         self._total = 0
 
     def add(self, size: int) -> None:
         self._total += size
-        struct.pack_into("=Q", self._map, self._place, self._total)
+        _COUNT.pack_into(self._map, self._place, self._total)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the gateway is restarted no more."""
+        return bool(_PROGRESS.unpack_from(self._map)[2])
 
 
 def moved(file: Path) -> int:
     """Return how many bytes have come at both ends together."""
-    return sum(struct.unpack("=QQ", file.read_bytes()))
+    return sum(_PROGRESS.unpack(file.read_bytes())[:2])
+
+
+def say_over(file: Path) -> None:
+    """Tell the load that the gateway is restarted no more."""
+    with file.open("r+b") as opened:
+        opened.seek(2 * _COUNT.size)
+        opened.write(_COUNT.pack(1))
 
 
 class _Transfer:
@@ -231,7 +246,10 @@ def _opened(port: int, target: str, credentials: str, number: int) -> socket.soc
 
 
 def load(port: int, target: str, credentials: str, tunnels: int, size: int, progress_file: Path) -> None:
-    """Open all tunnels, then move `size` bytes through each. Prints one JSON line."""
+    """Open all tunnels, then move `size` bytes through each. Prints one JSON line.
+
+    The last one waits until all restarts are over: without it a short transfer would be done before them.
+    """
     progress = _Progress(progress_file, 0)
     # Before anything is measured: 16 MiB of it is what takes time.
     base()
@@ -241,11 +259,16 @@ def load(port: int, target: str, credentials: str, tunnels: int, size: int, prog
     ]
     print("running", flush=True)
     started = time.monotonic()
-    for transfer in transfers:
+    *early, last = transfers
+    for transfer in early:
         selector.register(transfer.sock, transfer.events, transfer)
+    waits = True
     left, ended = len(transfers), started
     while left:
-        for key, _ in selector.select():
+        if waits and progress.is_over:
+            selector.register(last.sock, last.events, last)
+            waits = False
+        for key, _ in selector.select(0.01 if waits else None):
             transfer = key.data
             before = transfer.events
             if transfer.step():

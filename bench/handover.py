@@ -7,6 +7,7 @@ root, as the tests' manager does.
 
 import json
 import os
+import re
 import resource
 import statistics
 import subprocess
@@ -73,7 +74,7 @@ def _measure(size: Size, count: int, kind: str, number: int) -> Record:
         folder.chmod(0o755)
         port = _write_files(folder, size)
         progress = folder / "progress"
-        progress.write_bytes(bytes(2 * checked.PROGRESS_BYTES))
+        progress.write_bytes(bytes(checked.PROGRESS_BYTES))
         code = Path(__file__).parents[1]
         manager = Manager(
             [sys.executable, "-m", "gateway", "--config", str(folder / "gateway.toml")],
@@ -97,6 +98,7 @@ def _measure(size: Size, count: int, kind: str, number: int) -> Record:
                     load.stdout.readline()
                     renew = manager.reload if kind == "reloads" else manager.restart
                     took = _disturb(renew, load, progress, size, count)
+                    checked.say_over(progress)
                     result = json.loads(load.stdout.readline() or "{}")
                     # The gateway's lives are all that has been waited for until here.
                     manager.stop()
@@ -105,6 +107,10 @@ def _measure(size: Size, count: int, kind: str, number: int) -> Record:
                 server.kill()
                 manager.close()
         _judge(record, result, folder, size, took)
+        # One that had nothing to hand over shows nothing.
+        handed_over = len(re.findall(r"took up [1-9]\d* connections", manager.log()))
+        if handed_over != count:
+            record.problems.append(f"{handed_over} processes took up tunnels, after {count} {kind}")
         used = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
         # A process of a reload is nobody's child here, so what it used is not known.
         if kind != "reloads":
@@ -117,7 +123,8 @@ def _disturb(
 ) -> list[float]:
     """Renew the gateway each time that another share of the bytes has come; return how long each time took."""
     took: list[float] = []
-    whole = size.per_tunnel * size.tunnels
+    # The last tunnel waits for the end of this.
+    whole = size.per_tunnel * (size.tunnels - 1)
     while len(took) < count and load.poll() is None:
         if checked.moved(progress) >= whole * (len(took) + 1) / (count + 1):
             started = time.monotonic()

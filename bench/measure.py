@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from bench.load import Client, Server
+from bench.load import Client, LoadError, Server
 from bench.machine import Busy
 from bench.processes import cpu_seconds, settled_cpu_seconds
 
@@ -68,9 +68,12 @@ class Window:
             self._stop = self._read()
 
     def usage(self, result: dict[str, Any], *, settled: bool) -> Usage:
-        """Return what was used. `settled`: the peer's late work (closing, logging) belongs to the run as well."""
-        assert self._start is not None
-        assert self._stop is not None
+        """Return what was used. `settled`: the peer's late work (closing, logging) belongs to the run as well.
+
+        Raises LoadError when nothing was measured.
+        """
+        if self._start is None or self._stop is None:
+            raise LoadError(f"{result['mode']}: nothing was measured: {result.get('first_error') or 'no reason given'}")
         peer = settled_cpu_seconds(self._pids) if settled else self._stop[0]
         return Usage(
             peer=peer - self._start[0],

@@ -83,19 +83,22 @@ class Process:
         if user is not None and lacks_pipes(user):
             raise NotRunningError(f"other processes use up the pipe memory of user {user}: nothing could be measured")
         self._log = log
-        with log.open("ab") as output:
-            self._process = subprocess.Popen(
-                argv,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                cwd=cwd,
-                env=environment,
-                user=user,
-                group=user,
-                extra_groups=None if user is None else [],
-                start_new_session=True,
-            )
+        try:
+            with log.open("ab") as output:
+                self._process = subprocess.Popen(
+                    argv,
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    cwd=cwd,
+                    env=environment,
+                    user=user,
+                    group=user,
+                    extra_groups=None if user is None else [],
+                    start_new_session=True,
+                )
+        except OSError as error:
+            raise NotRunningError(f"{argv[0]} cannot be run: {error.strerror}") from error
 
     @property
     def pid(self) -> int:
@@ -114,8 +117,10 @@ class Process:
         """Wait until `ready` says so. Raises NotRunningError when the process ends first or takes too long."""
         end = time.monotonic() + seconds
         while not ready():
-            if self._process.poll() is not None or time.monotonic() > end:
-                raise NotRunningError(f"{what} did not come up:\n{self.log()}")
+            if (status := self._process.poll()) is not None:
+                raise NotRunningError(f"{what} ended with status {status}:\n{self.log()}")
+            if time.monotonic() > end:
+                raise NotRunningError(f"{what} does not answer after {seconds:g} s:\n{self.log()}")
             time.sleep(0.02)
 
     def stop(self) -> None:

@@ -101,7 +101,7 @@ class Bench:
         self._run.peers |= {name: {"about": ABOUT[name], "checks": "", "forward_proxy": False} for name in peers}
         order = list(peers.items())
         for number in range(rounds + 1):
-            for at_once in (1, AT_ONCE):
+            for at_once in dict.fromkeys((1, AT_ONCE)):
                 for name, begin in (*order[number % len(order) :], *order[: number % len(order)]):
                     say(f"round {number}/{rounds}: start-{at_once}: {name}")
                     record = Record(SUITE, f"start-{at_once}", name, number, {})

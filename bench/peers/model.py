@@ -209,7 +209,7 @@ class ModelCommand(ProgramPeer):
 
     def _start(self, ground: Ground, directory: Path) -> None:
         self._port = free_port()
-        line = self._command.format(port=self._port, upstream=f"http://{ground.plain}")
+        line = self._command.replace("{port}", str(self._port)).replace("{upstream}", f"http://{ground.plain}")
         self._run(shlex.split(line), directory, self._port)
 
     def model_route(self) -> ModelRoute:

@@ -1,6 +1,7 @@
 """Other proxies, each set to its best for this work: no cache, no log, one process, splice where it can."""
 
 import os
+import re
 import shlex
 import shutil
 from pathlib import Path
@@ -131,7 +132,10 @@ class Squid(ProgramPeer):
             "max_filedescriptors 20000\n"
             "shutdown_lifetime 1 second\n"
         )
-        self._run([self.program, "-N", "-f", str(config)], directory, self._port)
+        # A name of its own: its shared memory is named by that, and another Squid on the machine has "squid". What is
+        # wrong it says on stderr as well.
+        name = re.sub("[^a-z0-9]", "", directory.name)
+        self._run([self.program, "-N", "-d", "1", "-n", name, "-f", str(config)], directory, self._port)
 
 
 class Tinyproxy(ProgramPeer):
@@ -168,4 +172,4 @@ class CommandPeer(ProgramPeer):
 
     def _start(self, ground: Ground, directory: Path) -> None:
         self._port = free_port()
-        self._run(shlex.split(self._command.format(port=self._port)), directory, self._port)
+        self._run(shlex.split(self._command.replace("{port}", str(self._port))), directory, self._port)

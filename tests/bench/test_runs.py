@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bench import egress
+from bench import egress, sandbox
 from bench.load import Client
 from bench.peers import Peer
 from bench.peers.gateway import GatewayPeer
@@ -58,6 +58,21 @@ def test_the_api_suite_runs_without_an_error(tmp_path: Path) -> None:
     done = bench("api", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
     assert {each.peer for each in Run.load(tmp_path / "api.json").records} == {"sqlite", "postgresql"}
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="a private engine needs root")
+@pytest.mark.timeout(600)
+def test_the_sandbox_suite_runs_without_an_error(tmp_path: Path) -> None:
+    # One at once is as right as eight, and sooner over.
+    program = "import sys; from bench import __main__, sandbox; sandbox.AT_ONCE = 1; sys.exit(__main__.main())"
+    arguments = ("sandbox", "--starts", "1", "--sessions", "2", "--out", str(tmp_path))
+    done = subprocess.run(
+        [sys.executable, "-c", program, *arguments], cwd=CHECKOUT, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    measured = {(each.scenario, each.peer) for each in Run.load(tmp_path / "sandbox.json").records}
+    assert measured >= {("start-1", peer) for peer in (sandbox.OURS, sandbox.ENGINE)}
+    assert ("sessions-2", sandbox.OURS) in measured
 
 
 def test_a_checked_transfer_survives_restarts(tmp_path: Path) -> None:
