@@ -6,16 +6,14 @@ async with ControlClient("unix:/run/opificia/api/control.sock") as control:
 """
 
 import asyncio
-import re
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
 from typing import Any, BinaryIO, Final, Self, TypeVar
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
-import aiohttp
 import msgspec
 
 from control.api.types import (
@@ -31,17 +29,16 @@ from control.api.types import (
     SessionPage,
     SessionView,
 )
+from control.exchange import Address, Answer, ExchangeError, exchange
 from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 
 DEFAULT_ADDRESS: Final = "unix:/run/opificia/api/control.sock"
-# A line of output is at most a frame of the runner.
-_MAX_LINE_BYTES: Final = 8 * 1024 * 1024
-_CONNECT_S: Final = 10.0
 _ANSWER_S: Final = 60.0
 _RETRY_S: Final = 0.3
-
-_match_http: Final = re.compile(r"https?://[^/?#@\s]+/?").fullmatch
+# A page of the largest sessions is some megabytes; an answer that has no end is none.
+_MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
+_MAX_PROBLEM_BYTES: Final = 1024 * 1024
 
 T = TypeVar("T")
 
@@ -63,30 +60,21 @@ class ControlClient:
 
     def __init__(self, address: str = DEFAULT_ADDRESS, token: str = "") -> None:
         """Take `unix:/path`, or `http://host:port` with a bearer token."""
-        self._address = address
+        self._name = address
         self._token = token
-        self._http: aiohttp.ClientSession | None = None
+        self._address: Address | None = None
 
     async def __aenter__(self) -> Self:
-        unix = self._address.removeprefix("unix:") if self._address.startswith("unix:") else ""
-        if not unix and _match_http(self._address) is None:
-            raise ControlUnavailableError(f"{self._address!r} is neither unix:/path nor http://host:port")
-        connector = aiohttp.UnixConnector(unix) if unix else aiohttp.TCPConnector()
-        self._http = aiohttp.ClientSession(
-            "http://control" if unix else self._address,
-            connector=connector,
-            headers={"Authorization": f"Bearer {self._token}"} if self._token else {},
-            # Streams last as long as sessions do.
-            timeout=aiohttp.ClientTimeout(total=None, connect=_CONNECT_S),
-            read_bufsize=_MAX_LINE_BYTES,
-        )
+        try:
+            self._address = Address.parse(self._name)
+        except ValueError as error:
+            raise ControlUnavailableError(f"{self._name!r} is neither unix:/path nor http://host:port") from error
         return self
 
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._http is not None:
-            await self._http.close()
+        """Leave nothing open: a connection ends with its request."""
 
     async def create(self, spec: SandboxSpec, idempotency_key: str = "") -> SessionView:
         """Make a session. The same key and spec make one session, however often they are sent."""
@@ -96,7 +84,7 @@ class ControlClient:
     async def put_input(self, session: str, archive: BinaryIO) -> SessionView:
         """Upload a tar that becomes /in."""
         async with self._request("PUT", f"{_path(session)}/in", data=archive) as answer:
-            return msgspec.json.decode(await answer.read(), type=SessionView)
+            return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=SessionView)
 
     async def launch(self, session: str) -> SessionView:
         """Queue a session for its start."""
@@ -179,14 +167,14 @@ class ControlClient:
         """Yield both outputs, merged in the order in which they came."""
         query = [("stream", "merged"), ("follow", str(int(follow)))]
         async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
-            async for line in _lines(answer):
+            async for line in answer.lines():
                 yield msgspec.json.decode(line, type=LogLine)
 
     async def egress(self, session: str, *, follow: bool = False) -> AsyncIterator[dict[str, Any]]:
         """Yield the gateway's decisions for a session."""
         query = [("follow", str(int(follow)))]
         async with self._request("GET", f"{_path(session)}/egress", query=query) as answer:
-            async for line in _lines(answer):
+            async for line in answer.lines():
                 yield msgspec.json.decode(line, type=dict[str, Any])
 
     async def check_egress(self, check: EgressCheck) -> EgressChecked:
@@ -200,7 +188,7 @@ class ControlClient:
     async def run(self, session: str, command: RunRequest) -> AsyncIterator[RunLine]:
         """Run a command in a session; leaving the iteration early cancels it."""
         async with self._request("POST", f"{_path(session)}/runs", body=command) as answer:
-            async for line in _lines(answer):
+            async for line in answer.lines():
                 yield msgspec.json.decode(line, type=RunLine)
 
     async def out(self, session: str, destination: Path) -> int:
@@ -208,7 +196,7 @@ class ControlClient:
         size = 0
         async with self._request("GET", f"{_path(session)}/out") as answer:
             with destination.open("wb") as file:
-                async for chunk in _chunks(answer):
+                async for chunk in answer.chunks():
                     size += len(chunk)
                     await asyncio.to_thread(file.write, chunk)
         return size
@@ -216,7 +204,7 @@ class ControlClient:
     async def health(self) -> Health:
         """Return whether all parts of the host are there."""
         async with self._request("GET", "/health", accept=(503,)) as answer:
-            return msgspec.json.decode(await answer.read(), type=Health)
+            return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=Health)
 
     async def _events(
         self, session: str, after: int, *, follow: bool, opened: Callable[[], None] | None = None
@@ -225,7 +213,7 @@ class ControlClient:
         async with self._request("GET", f"{_path(session)}/events", query=query) as answer:
             if opened is not None:
                 opened()
-            async for line in _lines(answer):
+            async for line in answer.lines():
                 if line.startswith(b"data: "):
                     yield msgspec.json.decode(line[6:], type=EventView)
 
@@ -236,7 +224,7 @@ class ControlClient:
         async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
             if opened is not None:
                 opened()
-            async for chunk in _chunks(answer):
+            async for chunk in answer.chunks():
                 yield chunk
 
     async def _call(
@@ -254,7 +242,7 @@ class ControlClient:
                 asyncio.timeout(_ANSWER_S),
                 self._request(method, path, body=body, query=query, headers=headers) as answer,
             ):
-                return msgspec.json.decode(await answer.read(), type=kind)
+                return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=kind)
         except TimeoutError as error:
             raise ControlUnavailableError(f"the control daemon did not answer within {_ANSWER_S:g} s") from error
         except msgspec.MsgspecError as error:
@@ -271,20 +259,19 @@ class ControlClient:
         query: Sequence[tuple[str, str]] = (),
         headers: Mapping[str, str] | None = None,
         accept: tuple[int, ...] = (),
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
-        assert self._http is not None, "use `async with ControlClient(…)`"
-        content: object = data if body is None else msgspec.json.encode(body)
+    ) -> AsyncIterator[Answer]:
+        assert self._address is not None, "use `async with ControlClient(…)`"
+        sent: bytes | BinaryIO = data or (b"" if body is None else msgspec.json.encode(body))
+        if query:
+            path += f"?{urlencode(query)}"
+        given = {"Authorization": f"Bearer {self._token}"} if self._token else {}
         try:
-            async with self._http.request(
-                method, path, params=list(query), data=content, headers=headers, allow_redirects=False
-            ) as answer:
+            async with exchange(self._address, method, path, {**given, **(headers or {})}, sent) as answer:
                 if answer.status >= 300 and answer.status not in accept:
-                    raise ControlError(_problem(answer.status, await answer.content.read(1024 * 1024)))
+                    raise ControlError(_problem(answer.status, await answer.read(_MAX_PROBLEM_BYTES)))
                 yield answer
-        except (aiohttp.ClientError, OSError) as error:
-            raise ControlUnavailableError(
-                f"the control daemon cannot be reached at {self._address}: {_why(error)}"
-            ) from error
+        except ExchangeError as error:
+            raise ControlUnavailableError(f"the control daemon cannot be reached at {self._name}: {error}") from error
 
 
 class _Patience:
@@ -320,18 +307,3 @@ def _problem(status: int, body: bytes) -> Problem:
         return Problem(
             type="about:blank", title="error", status=status, detail=text or f"status {status}", reason="unknown"
         )
-
-
-def _why(error: Exception) -> str:
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    return getattr(cause, "strerror", None) or str(cause) or type(cause).__name__
-
-
-async def _lines(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    while line := await answer.content.readline():
-        yield line
-
-
-async def _chunks(answer: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    async for chunk in answer.content.iter_any():
-        yield chunk

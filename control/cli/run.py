@@ -134,9 +134,7 @@ async def _upload(client: ControlClient, session: str, folder: Path) -> None:
         except ArchiveError as error:
             fail(f"{error}; check --in", EXIT_HOST)
         archive.seek(0)
-        # aiohttp closes what it sends from.
-        with open(archive.fileno(), "rb", closefd=False) as body:  # noqa: ASYNC230
-            await client.put_input(session, body)
+        await client.put_input(session, archive)
 
 
 async def _follow(client: ControlClient, session: str, progress: Progress, options: RunOptions) -> SessionView:

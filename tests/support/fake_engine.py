@@ -129,7 +129,7 @@ class FakeEngine:
             self._copy(container, LogStream.STDERR, process.stderr),
         )
         code = await process.wait()
-        _kill_the_rest(container.labels[LABEL_SESSION])
+        _kill_the_rest(container.environment["OPIFICIA_RUNNER_TOKEN"])
         await copying
         container.exit = ContainerExit(128 - code if code < 0 else code, container.oom, "", "now")
         container.ended.set()
@@ -273,9 +273,12 @@ class FakeEngine:
             await self.vanish(container)
 
 
-def _kill_the_rest(session: str) -> None:
-    """Kill what a session's first process left behind, as the end of a container's PID namespace does."""
-    mark = f"OPIFICIA_SESSION_ID={session}".encode()
+def _kill_the_rest(token: str) -> None:
+    """Kill what a session's first process left behind, as the end of a container's PID namespace does.
+
+    It is known by its token: tests in another checkout, run at the same time, give their sessions the same names.
+    """
+    mark = f"OPIFICIA_RUNNER_TOKEN={token}".encode()
     for entry in Path("/proc").iterdir():
         try:
             if entry.name.isdigit() and mark in (entry / "environ").read_bytes().split(b"\0"):
