@@ -28,6 +28,7 @@ from tests.support.programs import RESOLVE
 _NEXT: Final = "0.1.0.post1"
 _DAEMONS: Final = ("opificia-gateway", "opificia-control")
 _RELEASES: Final = "/opt/opificia/releases"
+_CURRENT: Final = "/opt/opificia/current"
 _IMAGES: Final = "/opt/opificia/images"
 _NEEDED: Final = ("mmdebstrap", "docker", "ssh", "ssh-keygen", str(BIN / "ansible-playbook"))
 
@@ -163,6 +164,32 @@ def test_hosts_come_one_after_the_other_and_none_after_one_that_fails(site: Site
     assert "first " in done.stdout.rpartition("PLAY RECAP")[2]
     assert "second" not in done.stdout
     assert site.machine.run("cat", "/etc/opificia/gateway.toml") == before
+
+
+def test_what_a_failed_run_changed_is_put_in_force_by_the_next(site: Site) -> None:
+    target = site.machine
+    done = site.attempt("site.yml", "--tags=control", variables={"control_operators": ["alice", "alcie"]})
+    assert done.returncode != 0
+    assert "no such user" in done.stdout
+    assert not target.succeeds("getent", "passwd", "alcie")
+    other = f"{_RELEASES}/0.0.9"
+    target.run("sh", "-c", f"cp -al {_RELEASES}/0.1.0 {other} && ln -sfn {other} {_CURRENT}")
+    before = target.await_unit("opificia-gateway")
+    key = {"gateway_model_api_key": "sk-another"}
+    broken = {**key, "control_operators": [], "opificia_command": ["false"]}
+    done = site.attempt("site.yml", "--tags=gateway,control,host", variables=broken)
+    assert done.returncode != 0
+    # What it does before it fails: it has the release that runs look away, and takes its right from who is no operator.
+    target.await_unit("opificia-firewall.timer")
+    assert "opificia" not in target.run("id", "--groups", "--name", "alice").split()
+    assert target.await_unit("opificia-gateway") == before
+    target.run(
+        "sh", "-c", f"ln -sfn {_RELEASES}/0.1.0 {_CURRENT} && touch -h -d 2020-01-01 {_CURRENT} && rm -r {other}"
+    )
+    # The key is the same as in the run before, and the gateway has not read it.
+    site.play("site.yml", "--tags=gateway,control", **key)
+    target.await_unit("opificia-gateway", not_pid=before)
+    assert "opificia" in target.run("id", "--groups", "--name", "alice").split()
 
 
 def test_an_operator_runs_pip_in_a_sandbox_and_gets_the_results(site: Site) -> None:
@@ -326,6 +353,8 @@ def test_an_upgrade_and_the_way_back_cut_neither_tunnel_nor_session(site: Site) 
 
 
 def test_uninstalling_leaves_the_machine_as_it_was(site: Site) -> None:
+    # As after a deployment that failed before the switch, which is all the harder.
+    site.machine.run("rm", _CURRENT)
     site.play("uninstall.yml", opificia_remove_data=True)
     after = _traces(site.machine)
     # The operator's account is not ours, and stays.
