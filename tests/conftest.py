@@ -1,4 +1,4 @@
-"""What every folder shares: the images, the time each folder took, and the place of the longest tests."""
+"""What every folder shares: Hypothesis' settings, the images, the time each folder took, the place of the longest tests."""
 
 import os
 import time
@@ -6,11 +6,27 @@ from collections import defaultdict
 from typing import Final
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 from control.images.build import build
 from control.images.recipes import IMAGES as RECIPES
 from control.images.recipes import recipe
 from tests.support.paths import IMAGES
+
+# How many examples each property is tried with; a night's run sets it to a million.
+_EXAMPLES: Final = int(os.environ.get("OPIFICIA_EXAMPLES", "100"))
+
+# No deadline: how long an example takes says more about the machine's other work than about the code. No database: a
+# failure prints its example, which belongs into a unit test.
+settings.register_profile(
+    "opificia",
+    max_examples=_EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,
+)
+settings.load_profile("opificia")
 
 # All tests are to be done in 25 minutes, wherever they run: the deployment to a server of its own needs eight of them.
 DEPLOY_BEGINS_WITHIN_S: Final = 16 * 60.0

@@ -115,7 +115,7 @@ def test_a_spent_budget_is_said_once_and_not_asked_again(sandbox: Launch, gatewa
     assert (spent["refusal"]["status"], spent["refusal"]["type"]) == (403, "permission_error")
     assert spent["refusal"]["message"] == f"The session's budget of {2 * OUTPUT_TOKENS} output tokens is used up"
     # The SDK retries by itself twice, unless it is told that a retry is useless.
-    wait_until(lambda: refusals(gateway, "thrifty") > before, "the refusal in the log", timeout_s=10)
+    wait_until(lambda: refusals(gateway, "thrifty") > before, "the refusal in the log")
     assert refusals(gateway, "thrifty") == before + 1
 
 

@@ -46,7 +46,7 @@ def spent(sandbox: Launch, gateway: GatewayProcess) -> Sandbox:
     spender = sandbox("spent")
     done = spender.run(*CURL, "--output", "/dev/null", f"https://{CORP}/big")
     assert done.code != 0, done.output
-    wait_until(lambda: len(gateway.audit("spent")) == 2, "the end of the download in the log", timeout_s=10)
+    wait_until(lambda: len(gateway.audit("spent")) == 2, "the end of the download in the log")
     assert [line["reason"] for line in gateway.audit("spent")] == ["allow:*.corp.example", "budget_exhausted"]
     return spender
 
@@ -92,7 +92,7 @@ def test_a_client_is_refused_and_its_user_told_why(
     def logged() -> list[dict[str, Any]]:
         return gateway.audit(refusal.session)[before:]
 
-    wait_until(lambda: any(wanted.items() <= line.items() for line in logged()), "the refusal in the log", timeout_s=10)
+    wait_until(lambda: any(wanted.items() <= line.items() for line in logged()), "the refusal in the log")
     assert not any(line["event"] == "allow" for line in logged())
 
 

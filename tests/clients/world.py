@@ -59,7 +59,7 @@ class World:
         await self.dns.__aexit__()
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=30)
+        return asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout=120)
 
     def __enter__(self) -> Self:
         self._thread.start()

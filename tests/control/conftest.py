@@ -47,7 +47,7 @@ class Host:
         self.gateway = FakeGateway(root / "gateway.sock", root / "runner.sock")
         self.engine = FakeEngine()
         self.settings: dict[str, dict[str, object]] = {
-            "limits": {"hello_timeout_ms": 15_000, "stop_grace_ms": 2_000, "runner_reconnect_ms": 10_000}
+            "limits": {"hello_timeout_ms": 60_000, "stop_grace_ms": 10_000, "runner_reconnect_ms": 60_000}
         }
         self.store_url = f"sqlite:///{root}/control.db"
         self.host_problems: list[str] = []

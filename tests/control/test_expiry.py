@@ -16,7 +16,7 @@ async def test_a_session_that_is_never_launched_fails_with_the_reason_and_those_
     stopped_host: Host,
 ) -> None:
     host = stopped_host
-    host.settings["limits"] |= {"never_launched_ms": 100, "max_running": 1}
+    host.settings["limits"] |= {"never_launched_ms": 2_000, "max_running": 1}
     await host.start()
     running = await host.launch("sleep", "1000")
     waiting = await host.launch("true")

@@ -14,6 +14,7 @@ from gateway.contract.policy import EgressBudget, Grant, NetworkLevel, Usage
 from gateway.runtime.addresses import UnixAddress
 from tests.control.conftest import until
 from tests.support.fake_gateway import FakeGateway
+from tests.support.patience import PATIENCE_S
 
 
 @pytest.fixture
@@ -39,7 +40,7 @@ def grant(session: str) -> Grant:
 
 
 async def test_a_grant_is_in_force_when_put_returns(link: GatewayLink, gateway: FakeGateway) -> None:
-    await link.put(grant("s1"), 5)
+    await link.put(grant("s1"), PATIENCE_S)
     assert gateway.grants == {"s1": grant("s1")}
     await link.revoke("s1")
     assert gateway.grants == {}
@@ -48,7 +49,7 @@ async def test_a_grant_is_in_force_when_put_returns(link: GatewayLink, gateway: 
 async def test_a_refused_grant_is_told_and_not_held(link: GatewayLink, gateway: FakeGateway) -> None:
     gateway.refuse["s1"] = ("allow: bad", "deny: worse")
     with pytest.raises(GrantRefusedError) as refused:
-        await link.put(grant("s1"), 5)
+        await link.put(grant("s1"), PATIENCE_S)
     assert refused.value.problems == ("allow: bad", "deny: worse")
     gateway.cut()
     await until(lambda: gateway.snapshots == 2, "the second snapshot")
@@ -69,7 +70,7 @@ async def test_no_answer_is_unavailable_and_the_grant_is_not_held(link: GatewayL
 async def test_a_cut_before_the_acknowledgement_is_no_loss(link: GatewayLink, gateway: FakeGateway) -> None:
     await until(lambda: link.connected, "the connection")
     gateway.answering.clear()
-    putting = asyncio.create_task(link.put(grant("s1"), 10))
+    putting = asyncio.create_task(link.put(grant("s1"), PATIENCE_S))
     revoking = asyncio.create_task(link.revoke("s0"))
     await asyncio.sleep(0)
     gateway.cut()
@@ -80,7 +81,7 @@ async def test_a_cut_before_the_acknowledgement_is_no_loss(link: GatewayLink, ga
 
 async def test_a_new_gateway_gets_the_whole_picture(link: GatewayLink, gateway: FakeGateway) -> None:
     for number in range(20):
-        await link.put(grant(f"s{number}"), 5)
+        await link.put(grant(f"s{number}"), PATIENCE_S)
     await link.revoke("s3")
     await gateway.stop()
     await until(lambda: not link.connected, "the loss")
@@ -102,7 +103,7 @@ async def test_grants_held_before_the_first_connection_come_with_the_snapshot(ga
 
 
 async def test_no_restart_of_the_gateway_refills_a_budget(link: GatewayLink, gateway: FakeGateway) -> None:
-    await link.put(grant("s1"), 5)
+    await link.put(grant("s1"), PATIENCE_S)
     for number in range(1, 4):
         await gateway.report("s1", Usage(egress_bytes_up=10))
         await until(lambda: link.usage.total("s1").egress_bytes_up >= 10 * number, "the report")  # noqa: B023 - at once
@@ -115,7 +116,7 @@ async def test_no_restart_of_the_gateway_refills_a_budget(link: GatewayLink, gat
 async def test_a_connection_that_comes_back_to_the_same_gateway_counts_nothing_twice(
     link: GatewayLink, gateway: FakeGateway
 ) -> None:
-    await link.put(grant("s1"), 5)
+    await link.put(grant("s1"), PATIENCE_S)
     await gateway.report("s1", Usage(egress_bytes_up=10))
     await until(lambda: link.usage.total("s1").egress_bytes_up == 10, "the report")
     gateway.cut()

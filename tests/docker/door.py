@@ -24,7 +24,7 @@ class Door:
             except OSError:
                 return
             with connection, contextlib.suppress(OSError):
-                connection.settimeout(5)
+                connection.settimeout(60)
                 header = connection.recv(28, socket.MSG_WAITALL)
                 assert header.startswith(_SIGNATURE)
                 connection.sendall(f"door:{socket.inet_ntoa(header[16:20])}\n".encode())

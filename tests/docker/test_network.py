@@ -23,6 +23,7 @@ _CONNECT: Final = """
 import socket, sys
 try:
     with socket.create_connection((sys.argv[1], int(sys.argv[2])), timeout=1.5) as s:
+        s.settimeout(60)  # it is open, whenever who answers has its turn
         print("open", s.recv(100).decode().strip())
 except OSError as error:
     print("closed", error)
@@ -51,7 +52,8 @@ async def host(engine: PrivateEngine, *argv: str) -> str:
 @contextlib.asynccontextmanager
 async def serving(argv: Sequence[str]) -> AsyncIterator[asyncio.subprocess.Process]:
     """Run a server that says so on its first line."""
-    process = await asyncio.create_subprocess_exec(*argv, stdout=asyncio.subprocess.PIPE)
+    pipe = asyncio.subprocess.PIPE
+    process = await asyncio.create_subprocess_exec(*argv, stdin=pipe, stdout=pipe)
     assert process.stdout is not None
     try:
         assert await process.stdout.readline() == b"serving\n"
@@ -254,9 +256,10 @@ _RECEIVE: Final = """
 import socket, sys
 s = socket.socket(socket.AF_PACKET, socket.SOCK_RAW, socket.htons(3))
 s.bind(("eth0", 3))
-s.settimeout(2)
 wanted = bytes.fromhex(sys.argv[1])
 print("serving", flush=True)
+sys.stdin.readline()  # until all has been sent
+s.settimeout(1)
 try:
     while wanted not in s.recv(2000): pass
     print("received")
@@ -280,8 +283,8 @@ async def _passes(sandboxes: Sandboxes, engine: PrivateEngine, neighbour: Sandbo
     client.close()
     async with serving(["nsenter", f"--target={pid}", "--net", "--", sys.executable, "-c", _RECEIVE, sign]) as receiver:
         await within(engine, sender, sys.executable, "-c", _SEND, frame)
-        assert receiver.stdout is not None
-        return await receiver.stdout.readline() == b"received\n"
+        said, _ = await receiver.communicate(b"\n")
+        return said == b"received\n"
 
 
 @pytest.mark.parametrize(("frame", "sign"), [_ODD, _IPV6], ids=["odd", "IPv6"])

@@ -177,7 +177,7 @@ class Machine:
         def is_up() -> bool:
             return "active" in state() and not_pid not in state()
 
-        wait_until(is_up, f"{unit} on the machine", timeout_s=60)
+        wait_until(is_up, f"{unit} on the machine", timeout_s=180)
         return next((word for word in state() if word.isdigit()), "")
 
     def _await_boot(self) -> None:
@@ -186,7 +186,7 @@ class Machine:
             command = self._command("exec", self.name, "systemctl", "is-system-running")
             return subprocess.run(command, capture_output=True, text=True).stdout.strip() in ("running", "degraded")
 
-        wait_until(has_booted, f"boot of {self.name}", timeout_s=90)
+        wait_until(has_booted, f"boot of {self.name}", timeout_s=180)
 
     def _command(self, *arguments: str) -> list[str]:
         return ["docker", "--host", self.engine.url, *arguments]

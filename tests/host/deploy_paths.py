@@ -34,7 +34,7 @@ def answers(what):
     try:
         family, type_, _, _, address = socket.getaddrinfo(host, int(port), type=type_)[0]
         with socket.socket(family, type_) as s:
-            s.settimeout(2)
+            s.settimeout(5)
             s.connect(address)
             if kind == "udp":
                 s.send(b"?")

@@ -208,7 +208,7 @@ class Site:
         wait_until(
             lambda: self.sessions().get(name) == "running",
             f"session {name}",
-            timeout_s=60,
+            timeout_s=180,
             give_up=lambda: None if process.poll() is None else process.communicate()[0],
         )
         return process

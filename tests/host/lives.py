@@ -15,7 +15,7 @@ from gateway.contract.limits import MIB
 from tests.support.host import PrivateHost
 from tests.support.sandbox import IMAGE
 
-PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 120.0
 ROOM: Final = 8
 LOG_BYTES: Final = MIB
 # Small sandboxes, many at a time; limits that are minutes in production end within a test's patience.
@@ -29,9 +29,9 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
     "admission": {"cpus": 64.0, "memory_bytes": 64 * 256 * MIB},
     "limits": {
         "max_running": ROOM,
-        "hello_timeout_ms": 10_000,
+        "hello_timeout_ms": 25_000,
         "stop_grace_ms": 3_000,
-        "runner_reconnect_ms": 10_000,
+        "runner_reconnect_ms": 15_000,
         "log_bytes": LOG_BYTES,
         "out_bytes": 4 * MIB,
         "out_files": 100,

@@ -39,7 +39,7 @@ def serve(server: socket.socket, handle: Callable[[socket.socket], None]) -> Non
 def door(request: bytes) -> socket.socket:
     """Connect to the gateway and send a request."""
     sock = socket.socket(socket.AF_UNIX)
-    sock.settimeout(60)
+    sock.settimeout(180)
     sock.connect(DOOR)
     sock.sendall(request)
     return sock

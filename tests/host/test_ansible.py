@@ -27,6 +27,6 @@ def test_playbooks_and_roles_pass_the_production_profile(tmp_path: Path) -> None
         },
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert (done.returncode, done.stdout) == (0, ""), done.stdout + done.stderr

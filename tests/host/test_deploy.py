@@ -247,11 +247,11 @@ def test_flushed_rules_forbid_launches_and_come_back_by_themselves(site: Site) -
     target.run("systemctl", "stop", "opificia-firewall.timer", "opificia-firewall.service")
     for family in ("inet", "bridge"):
         target.run("nft", "delete", "table", family, "opificia0")
-    wait_until(lambda: not site.in_order(), "what control finds", timeout_s=60)
+    wait_until(lambda: not site.in_order(), "what control finds", timeout_s=180)
     with pytest.raises(MachineError, match="host prepare"):
         site.opificia("run", IMAGE, "--", "true")
     target.run("systemctl", "start", "opificia-firewall.timer")
-    wait_until(site.in_order, "a host in order", timeout_s=60)
+    wait_until(site.in_order, "a host in order", timeout_s=180)
     site.opificia("run", IMAGE, "--", "true")
     target.run("rm", "-r", "/run/systemd/system/opificia-firewall.timer.d")
     target.run("systemctl", "daemon-reload")
@@ -265,7 +265,7 @@ def test_neither_a_reload_nor_a_restart_refuses_a_connection_or_cuts_tunnel_or_s
         before = target.await_unit(unit)
         target.run("systemctl", verb, unit)
         target.await_unit(unit, not_pid=before)
-        wait_until(site.in_order, f"a host in order after {verb} of {unit}", timeout_s=60)
+        wait_until(site.in_order, f"a host in order after {verb} of {unit}", timeout_s=180)
     target.run("systemctl", "restart", "opificia-firewall.service", "opificia-firewall.timer")
     assert site.found("steady", session) == WELL
 
@@ -277,7 +277,7 @@ def test_sessions_outlive_a_killed_daemon(site: Site) -> None:
         before = target.await_unit(unit)
         target.run("systemctl", "kill", "--signal=KILL", unit)
         target.await_unit(unit, not_pid=before)
-        wait_until(site.in_order, f"a host in order after {unit}", timeout_s=60)
+        wait_until(site.in_order, f"a host in order after {unit}", timeout_s=180)
         assert site.in_sandbox("hardy", "echo", "alive") == "alive"
     site.opificia("stop", "hardy")
     session.communicate()
@@ -287,9 +287,9 @@ def test_a_restart_of_docker_leaves_the_host_closed_and_ready(site: Site) -> Non
     target = site.machine
     session = site.start_session("cut", "sleep", "600")
     target.run("systemctl", "restart", "docker")
-    wait_until(site.in_order, "a host in order", timeout_s=60)
+    wait_until(site.in_order, "a host in order", timeout_s=180)
     wait_until(
-        lambda: site.sessions()["cut"] in ("failed", "exited", "stopped"), "the end of the cut session", timeout_s=60
+        lambda: site.sessions()["cut"] in ("failed", "exited", "stopped"), "the end of the cut session", timeout_s=180
     )
     session.communicate()
     target.await_unit("opificia-firewall.timer")
@@ -299,7 +299,7 @@ def test_a_restart_of_docker_leaves_the_host_closed_and_ready(site: Site) -> Non
 def test_a_reboot_brings_everything_back(site: Site) -> None:
     target = site.machine
     target.reboot()
-    wait_until(site.in_order, "a host in order", timeout_s=90)
+    wait_until(site.in_order, "a host in order", timeout_s=180)
     assert target.run("systemctl", "list-units", "--failed", "--no-legend", "opificia*") == ""
     target.await_unit("opificia-firewall.timer")
     site.prove()

@@ -93,7 +93,7 @@ def test_model_tokens_are_counted_to_the_session(agent: Sandbox) -> None:
         return used.model_requests > before.model_requests and used.output_tokens > before.output_tokens
 
     # The gateway reports usage to control once a second.
-    wait_until(counted, "the usage of one model request", timeout_s=10)
+    wait_until(counted, "the usage of one model request")
 
 
 def test_the_egress_log_belongs_to_the_gateway_and_shows_the_callers_hosts(host: PrivateHost, agent: Sandbox) -> None:

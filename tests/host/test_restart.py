@@ -131,7 +131,7 @@ class Host:
     def result(self, load: subprocess.Popen[str]) -> dict[str, Any]:
         """End a load and return what it says."""
         self.target.run("touch", ENOUGH)
-        said = load.communicate(timeout=60)[0]
+        said = load.communicate(timeout=180)[0]
         assert load.returncode == 0, said + self.journal()
         result: dict[str, Any] = json.loads(said)
         return result
@@ -172,7 +172,7 @@ def test_a_reload_does_not_even_cut_a_stream(host: Host) -> None:
     assert host.processes() == 2
     result = host.result(tunnels)
     assert result["errors"] == [], host.journal()
-    said = json.loads(stream.communicate(timeout=60)[0])
+    said = json.loads(stream.communicate(timeout=180)[0])
     assert said["in_order"], said
     wait_until(lambda: host.processes() == 1, "the end of the process before")
     assert host.main_pid() == after

@@ -37,6 +37,7 @@ from tests.host.lives import (
 from tests.support.engine import PrivateEngine
 from tests.support.host import Model, PrivateHost
 from tests.support.hostside import without_rules
+from tests.support.patience import within
 from tests.support.sandbox import IMAGE
 
 
@@ -96,7 +97,7 @@ async def test_limits_of_time_hello_and_output_end_or_cut_and_say_so(
     )
     try:
         silent = await launch(control, image="silent:latest")
-        slow = await launch(control, "echo here; sleep 1000", time_limit_ms=4_000)
+        slow = await launch(control, "echo here; sleep 1000", time_limit_ms=15_000)
         loud = await launch(control, f"yes | head -c {8 * MIB}; echo end >&2; exit 4")
         assert how(await ended(control, slow))[:2] == (SessionState.FAILED, Reason.TIME_LIMIT)
         assert how(await ended(control, loud)) == (SessionState.EXITED, Reason.EXIT_CODE, 4)
@@ -113,10 +114,9 @@ async def test_limits_of_time_hello_and_output_end_or_cut_and_say_so(
 
 
 async def test_an_image_that_is_missing_is_told_at_once_and_nothing_is_pulled(control: ControlClient) -> None:
-    began = asyncio.get_running_loop().time()
-    view = await ended(control, await launch(control, "true", image="registry.invalid/no/such:1"))
+    async with within(10):
+        view = await ended(control, await launch(control, "true", image="registry.invalid/no/such:1"))
     assert how(view)[:2] == (SessionState.FAILED, Reason.IMAGE_MISSING)
-    assert asyncio.get_running_loop().time() - began < 10
 
 
 async def test_without_the_firewalls_chains_nothing_is_launched(
@@ -246,7 +246,7 @@ async def test_fifty_asked_for_at_once_run_eight_at_a_time_in_order_and_leave_no
 ) -> None:
     sessions = [await launch(control, f"echo {number}; exit 3") for number in range(50)]
     assert [(await control.get(session)).queue_position for session in sessions[-3:]] != [None] * 3
-    async with asyncio.timeout(100):
+    async with asyncio.timeout(240):
         views = [await ended(control, session) for session in sessions]
     assert {how(view) for view in views} == {(SessionState.EXITED, Reason.EXIT_CODE, 3)}
     assert [log(host, session) for session in sessions] == [b"%d\n" % number for number in range(50)]

@@ -20,7 +20,7 @@ pytestmark = pytest.mark.skipif(
 
 
 def _analyze(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=60)
+    return subprocess.run(["systemd-analyze", *arguments], capture_output=True, text=True, timeout=280)
 
 
 @pytest.fixture

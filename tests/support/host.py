@@ -136,7 +136,7 @@ class PrivateHost:
 
         A daemon that was just started has not done so yet, and what a test took away and put back it may not have seen.
         """
-        wait_until(self.is_ready, "a host ready for sandboxes", timeout_s=30)
+        wait_until(self.is_ready, "a host ready for sandboxes")
 
     def sandbox(self, spec: SandboxSpec) -> Sandbox:
         """Wait until the host is ready, launch a session, and wait until its runner is connected."""

@@ -20,7 +20,7 @@ def wait_until(
     condition: Callable[[], bool],
     what: str,
     *,
-    timeout_s: float = 30.0,
+    timeout_s: float = 120.0,
     give_up: Callable[[], str | None] = lambda: None,
 ) -> None:
     """Poll `condition` until it holds.
@@ -90,7 +90,7 @@ def all_pids() -> list[int]:
     return [int(entry.name) for entry in Path("/proc").iterdir() if entry.name.isdigit()]
 
 
-def kill_all(pids: Iterable[int], *, timeout_s: float = 10.0) -> None:
+def kill_all(pids: Iterable[int], *, timeout_s: float = 60.0) -> None:
     """SIGKILL these and wait until they are gone or only zombies."""
     remaining = set(pids) - {os.getpid()}
     for pid in remaining:

@@ -52,6 +52,7 @@ import socket, sys, time
 begun = time.monotonic()
 try:
     with socket.create_connection((sys.argv[1], {PORT}), timeout=float(sys.argv[2])) as s:
+        s.settimeout(60)  # it is open, whenever who answers has its turn
         s.sendall(b"GET / HTTP/1.0\\r\\n\\r\\n")
         answer = s.makefile().read()
         print(time.monotonic() - begun, answer)

@@ -163,7 +163,7 @@ class Sandbox:
             ]
             return bool(found)
 
-        wait_until(arrived, f"a decision about {host} in the egress log of session {self.session}", timeout_s=10)
+        wait_until(arrived, f"a decision about {host} in the egress log of session {self.session}")
         return found[-1]
 
     def view(self) -> SessionView:
