@@ -233,8 +233,13 @@ async def test_followers_see_events_as_they_come(client: ControlClient, host: Ho
 
 
 async def test_logs_can_be_followed_from_anywhere(client: ControlClient, host: Host) -> None:
-    session = await launched(client, "sh", "-c", "echo one; sleep 0.3; echo two; sleep 0.3; echo oops >&2; echo three")
-    assert await taken(client.log(session, "stdout", follow=True)) == b"one\ntwo\nthree\n"
+    script = "for word in one two; do echo $word; until [ -e $0/$word ]; do sleep 0.02; done; done; echo oops >&2; echo three"
+    session = await launched(client, "sh", "-c", script, str(host.root))
+    following = client.log(session, "stdout", follow=True)
+    for word in ("one", "two"):
+        assert await anext(following) == f"{word}\n".encode()
+        (host.root / word).touch()
+    assert await taken(following) == b"three\n"
     assert await taken(client.log(session, "stdout", offset=4)) == b"two\nthree\n"
     assert await taken(client.log(session, "stderr", follow=True)) == b"oops\n"
     lines = [line async for line in client.logs(session)]
@@ -243,9 +248,13 @@ async def test_logs_can_be_followed_from_anywhere(client: ControlClient, host: H
     assert [line.at for line in lines] == sorted(line.at for line in lines)
 
 
-async def test_the_merged_log_can_be_followed(client: ControlClient) -> None:
-    session = await launched(client, "sh", "-c", "echo a; sleep 0.2; echo b >&2")
-    assert [line.data async for line in client.logs(session, follow=True)] == ["a\n", "b\n"]
+async def test_the_merged_log_can_be_followed(client: ControlClient, host: Host) -> None:
+    go = host.root / "go"
+    session = await launched(client, "sh", "-c", "echo a; until [ -e $0 ]; do sleep 0.02; done; echo b >&2", str(go))
+    following = client.logs(session, follow=True)
+    assert (await anext(following)).data == "a\n"
+    go.touch()
+    assert [line.data async for line in following] == ["b\n"]
 
 
 async def test_the_egress_log_is_shown_in_whole_lines(client: ControlClient, host: Host) -> None:

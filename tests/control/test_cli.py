@@ -8,7 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,10 +22,24 @@ from gateway.runtime.version import version
 from tests.control.conftest import Host, until
 from tests.support.patience import PATIENCE_S
 
+_started: list[asyncio.subprocess.Process] = []
+
+
+@pytest.fixture(autouse=True)
+async def programs_end_with_their_test() -> AsyncIterator[None]:
+    yield
+    while _started:
+        process = _started.pop()
+        if process.returncode is None:
+            process.kill()
+            await process.communicate()
+
 
 async def start(host: Host, *arguments: str) -> asyncio.subprocess.Process:
     environment = {**os.environ, "OPIFICIA_CONTROL": f"unix:{host.api}"}
-    return await asyncio.create_subprocess_exec(
+    process = await asyncio.create_subprocess_exec(
+        # A shell has what it runs in the background ignore Ctrl-C, and all that it starts.
+        *("env", "--default-signal=INT"),
         sys.executable,
         "-m",
         "control.cli",
@@ -35,12 +49,19 @@ async def start(host: Host, *arguments: str) -> asyncio.subprocess.Process:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    _started.append(process)
+    return process
+
+
+async def over(process: asyncio.subprocess.Process, stdin: bytes = b"") -> tuple[bytes, bytes]:
+    """Wait for the end of a program; return what it has said."""
+    async with asyncio.timeout(PATIENCE_S):
+        return await process.communicate(stdin)
 
 
 async def opificia(host: Host, *arguments: str, stdin: bytes = b"") -> tuple[int, str, str]:
     process = await start(host, *arguments)
-    async with asyncio.timeout(PATIENCE_S):
-        out, err = await process.communicate(stdin)
+    out, err = await over(process, stdin)
     assert process.returncode is not None
     return process.returncode, out.decode("utf-8", "surrogateescape"), err.decode()
 
@@ -83,7 +104,7 @@ async def test_ctrl_c_stops_the_session(host: Host) -> None:
     await until(lambda: host.manager.record("mine") is not None, "the session")
     await host.state("mine", SessionState.RUNNING)
     process.send_signal(signal.SIGINT)
-    _, err = await process.communicate()
+    _, err = await over(process)
     assert process.returncode == 143
     assert "stopped_by_user" in err.decode()
     assert (await host.ended("mine")).life.state is SessionState.STOPPED
@@ -99,7 +120,7 @@ async def test_a_second_ctrl_c_gives_no_grace(stopped_host: Host) -> None:
     process.send_signal(signal.SIGINT)
     await until(lambda: "stop" in host.engine.calls, "the stop")
     process.send_signal(signal.SIGINT)
-    await process.communicate()
+    await over(process)
     assert process.returncode == 143
 
 
@@ -113,7 +134,7 @@ async def test_run_goes_on_across_a_restart_of_the_daemon(host: Host) -> None:
     await host.stop()
     go.touch()
     await host.start()
-    out, err = await process.communicate()
+    out, err = await over(process)
     assert (process.returncode, out, err) == (6, b"one\ntwo\n", b"")
 
 
@@ -166,7 +187,12 @@ async def test_input_that_cannot_be_packed_leaves_no_session_waiting(host: Host)
 
 
 async def test_sessions_logs_events_and_egress_are_shown(host: Host) -> None:
-    session = await host.launch("sh", "-c", "echo out; sleep 0.1; echo err >&2; exit 3")
+    go = host.root / "go"
+    script = "echo out; until [ -e $0 ]; do sleep 0.02; done; echo err >&2; exit 3"
+    session = await host.launch("sh", "-c", script, str(go))
+    await until(lambda: "start" in host.engine.calls, "the start")
+    await until(lambda: host.log(session) == b"out\n", "its output")
+    go.touch()
     await host.ended(session)
     await host.cleaned(session)
     (host.root / "egress" / f"{session}.log").write_text(
@@ -286,7 +312,7 @@ async def test_sessions_are_listed_past_a_page_and_watched(host: Host) -> None:
     while not any(each["state"] == "exited" for each in json.loads(await process.stdout.readline())["sessions"]):
         pass
     process.send_signal(signal.SIGINT)
-    await process.communicate()
+    await over(process)
     assert process.returncode == 130
     _, out, _ = await opificia(host, "sessions", "--limit", "2000", "--json")
     assert [each["id"] for each in json.loads(out)["sessions"]] == [session]
@@ -404,7 +430,7 @@ async def test_a_closed_pipe_is_no_error(host: Host) -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
-    out, err = await process.communicate()
+    out, err = await over(process)
     assert (process.returncode, out, err) == (0, b"1\n", b"")
 
 
