@@ -53,7 +53,7 @@ async def start(host: Host, *arguments: str) -> asyncio.subprocess.Process:
     return process
 
 
-async def over(process: asyncio.subprocess.Process, stdin: bytes = b"") -> tuple[bytes, bytes]:
+async def over(process: asyncio.subprocess.Process, stdin: bytes | None = None) -> tuple[bytes, bytes]:
     """Wait for the end of a program; return what it has said."""
     async with asyncio.timeout(PATIENCE_S):
         return await process.communicate(stdin)
@@ -430,6 +430,7 @@ async def test_a_closed_pipe_is_no_error(host: Host) -> None:
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,
     )
+    _started.append(process)
     out, err = await over(process)
     assert (process.returncode, out, err) == (0, b"1\n", b"")
 
