@@ -1,14 +1,15 @@
 """The command line: what cannot be measured or kept is refused before hours are spent, and nothing that was measured is lost."""
 
+import signal
 import sys
 from pathlib import Path
 
 import pytest
 
 import bench.__main__ as program
-from bench import egress
-from bench.peers import CommandPeer, Direct
-from bench.peers.proxies import Squid
+from bench import egress, micro_runs
+from bench.peers.base import Direct
+from bench.peers.proxies import CommandPeer, Squid
 from bench.records import Record, Run, summarize
 from bench.rounds import Settings
 from bench.suites import Job
@@ -38,7 +39,7 @@ os._exit(3)
 def run_program(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
     monkeypatch.setattr(sys, "argv", ["bench", *arguments])
     # What ends the tests stays as it is.
-    monkeypatch.setattr(program.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     return program.main()
 
 
@@ -104,7 +105,7 @@ def test_a_suite_that_breaks_off_keeps_what_it_has_and_the_next_one_is_measured(
 
     monkeypatch.setattr(program, "job", lambda name, _: Breaking(name))
     monkeypatch.setattr(program, "SUITES", {"egress": "one", "model": "another"})
-    monkeypatch.setattr(program.micro_runs, "run", lambda **_: 0)
+    monkeypatch.setattr(micro_runs, "run", lambda **_: 0)
     assert run_program(monkeypatch, "all", "--quick", "--out", str(tmp_path)) == 1
     first, second = (Run.load(tmp_path / f"{name}.json") for name in ("egress", "model"))
     assert (len(first.records), first.failed) == (1, ["ZeroDivisionError: "])
