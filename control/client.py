@@ -6,8 +6,9 @@ async with ControlClient("unix:/run/opificia/api/control.sock") as control:
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from http import HTTPStatus
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -41,6 +42,9 @@ _MAX_ANSWER_BYTES: Final = 512 * 1024 * 1024
 _MAX_PROBLEM_BYTES: Final = 1024 * 1024
 
 T = TypeVar("T")
+# Called when an answer has begun.
+_Opened = Callable[[], None]
+_Take = Callable[[Answer], AsyncIterator[bytes]]
 
 
 class ControlError(Exception):
@@ -92,12 +96,7 @@ class ControlClient:
 
     async def get(self, session: str, patience_s: float = 0) -> SessionView:
         """Return one session; a daemon that is away is waited for that long."""
-        patience = _Patience(patience_s)
-        while True:
-            try:
-                return await self._call("GET", _path(session), SessionView)
-            except ControlUnavailableError:
-                await patience.wait()
+        return await _patiently(patience_s, lambda: self._call("GET", _path(session), SessionView))
 
     async def list(
         self,
@@ -107,13 +106,16 @@ class ControlClient:
         *,
         reasons: Sequence[Reason] = (),
         image: str = "",
+        patience_s: float = 0,
     ) -> SessionPage:
-        """Return a page of sessions, the newest first; only those of these states, reasons and this image, if given."""
+        """Return a page of sessions, the newest first; only those of these states, reasons and this image, if given.
+
+        A daemon that is away is waited for as `get` does.
+        """
         query = [("limit", str(limit)), *(("state", state.value) for state in states)]
         query += [*(("reason", reason.value) for reason in reasons), *([("image", image)] if image else [])]
-        return await self._call(
-            "GET", "/v1/sessions", SessionPage, query=[*query, *([("cursor", cursor)] if cursor else [])]
-        )
+        query += [("cursor", cursor)] if cursor else []
+        return await _patiently(patience_s, lambda: self._call("GET", "/v1/sessions", SessionPage, query=query))
 
     async def stop(self, session: str, grace_ms: int | None = None) -> SessionView:
         """Begin to end a session."""
@@ -127,30 +129,46 @@ class ControlClient:
     async def follow_events(self, session: str, patience_s: float) -> AsyncIterator[EventView]:
         """Yield a session's events to its end, across restarts of the daemon that take no longer than `patience_s`."""
         number = 0
-        patience = _Patience(patience_s)
-        while True:
-            try:
-                async for event in self._events(session, number, follow=True, opened=patience.renew):
-                    number = event.number
-                    yield event
-            except ControlUnavailableError:
-                await patience.wait()
-            else:
-                return
+
+        def rest(opened: _Opened) -> AsyncIterator[EventView]:
+            return self._events(session, number, follow=True, opened=opened)
+
+        async for event in _across(patience_s, rest):
+            number = event.number
+            yield event
 
     async def follow_log(self, session: str, stream: str, patience_s: float) -> AsyncIterator[bytes]:
         """Yield the bytes of one output to the session's end, across restarts as `follow_events` does."""
         offset = 0
-        patience = _Patience(patience_s)
-        while True:
-            try:
-                async for data in self._log(session, stream, offset, follow=True, opened=patience.renew):
-                    offset += len(data)
-                    yield data
-            except ControlUnavailableError:
-                await patience.wait()
-            else:
-                return
+
+        def rest(opened: _Opened) -> AsyncIterator[bytes]:
+            return self._log(session, stream, offset, follow=True, opened=opened)
+
+        async for data in _across(patience_s, rest):
+            offset += len(data)
+            yield data
+
+    async def follow_logs(self, session: str, patience_s: float) -> AsyncIterator[LogLine]:
+        """Yield both outputs, merged, to the session's end, across restarts as `follow_events` does."""
+        count = 0
+
+        def rest(opened: _Opened) -> AsyncIterator[bytes]:
+            return self._log(session, "merged", count, follow=True, opened=opened, take=Answer.lines)
+
+        async for line in _across(patience_s, rest):
+            count += 1
+            yield msgspec.json.decode(line, type=LogLine)
+
+    async def follow_egress(self, session: str, patience_s: float) -> AsyncIterator[dict[str, Any]]:
+        """Yield the gateway's decisions for a session to its end, across restarts as `follow_events` does."""
+        offset = 0
+
+        def rest(opened: _Opened) -> AsyncIterator[bytes]:
+            return self._egress(session, offset, follow=True, opened=opened)
+
+        async for line in _across(patience_s, rest):
+            offset += len(line)
+            yield msgspec.json.decode(line, type=dict[str, Any])
 
     async def ended(self, session: str) -> SessionView:
         """Wait until a session has ended and return it."""
@@ -165,17 +183,13 @@ class ControlClient:
 
     async def logs(self, session: str, *, follow: bool = False) -> AsyncIterator[LogLine]:
         """Yield both outputs, merged in the order in which they came."""
-        query = [("stream", "merged"), ("follow", str(int(follow)))]
-        async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
-            async for line in answer.lines():
-                yield msgspec.json.decode(line, type=LogLine)
+        async for line in self._log(session, "merged", 0, follow=follow, take=Answer.lines):
+            yield msgspec.json.decode(line, type=LogLine)
 
     async def egress(self, session: str, *, follow: bool = False) -> AsyncIterator[dict[str, Any]]:
         """Yield the gateway's decisions for a session."""
-        query = [("follow", str(int(follow)))]
-        async with self._request("GET", f"{_path(session)}/egress", query=query) as answer:
-            async for line in answer.lines():
-                yield msgspec.json.decode(line, type=dict[str, Any])
+        async for line in self._egress(session, 0, follow=follow):
+            yield msgspec.json.decode(line, type=dict[str, Any])
 
     async def check_egress(self, check: EgressCheck) -> EgressChecked:
         """Ask what the gateway would decide about hosts."""
@@ -207,25 +221,40 @@ class ControlClient:
             return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=Health)
 
     async def _events(
-        self, session: str, after: int, *, follow: bool, opened: Callable[[], None] | None = None
+        self, session: str, after: int, *, follow: bool, opened: _Opened | None = None
     ) -> AsyncIterator[EventView]:
         query = [("after", str(after)), ("follow", str(int(follow)))]
-        async with self._request("GET", f"{_path(session)}/events", query=query) as answer:
-            if opened is not None:
-                opened()
-            async for line in answer.lines():
-                if line.startswith(b"data: "):
-                    yield msgspec.json.decode(line[6:], type=EventView)
+        async for line in self._stream(f"{_path(session)}/events", query, Answer.lines, opened):
+            if line.startswith(b"data: "):
+                yield msgspec.json.decode(line[6:], type=EventView)
 
-    async def _log(
-        self, session: str, stream: str, offset: int, *, follow: bool, opened: Callable[[], None] | None = None
+    def _log(
+        self,
+        session: str,
+        stream: str,
+        offset: int,
+        *,
+        follow: bool,
+        opened: _Opened | None = None,
+        take: _Take | None = None,
     ) -> AsyncIterator[bytes]:
         query = [("stream", stream), ("offset", str(offset)), ("follow", str(int(follow)))]
-        async with self._request("GET", f"{_path(session)}/logs", query=query) as answer:
+        return self._stream(f"{_path(session)}/logs", query, take or Answer.chunks, opened)
+
+    def _egress(
+        self, session: str, offset: int, *, follow: bool, opened: _Opened | None = None
+    ) -> AsyncIterator[bytes]:
+        query = [("offset", str(offset)), ("follow", str(int(follow)))]
+        return self._stream(f"{_path(session)}/egress", query, Answer.lines, opened)
+
+    async def _stream(
+        self, path: str, query: Sequence[tuple[str, str]], take: _Take, opened: _Opened | None
+    ) -> AsyncIterator[bytes]:
+        async with self._request("GET", path, query=query) as answer:
             if opened is not None:
                 opened()
-            async for chunk in answer.chunks():
-                yield chunk
+            async for piece in take(answer):
+                yield piece
 
     async def _call(
         self,
@@ -293,6 +322,37 @@ class _Patience:
         if now >= self._until:
             raise
         await asyncio.sleep(_RETRY_S)
+
+
+async def _across(patience_s: float, rest: Callable[[_Opened], AsyncIterator[T]]) -> AsyncIterator[T]:
+    """Yield what a stream brings to its end; `rest` opens it behind what was yielded, anew when the daemon was away."""
+    patience = _Patience(patience_s)
+    while True:
+        try:
+            async for each in rest(patience.renew):
+                yield each
+        except (ControlUnavailableError, ControlError) as error:
+            if not _away(error):
+                raise
+            await patience.wait()
+        else:
+            return
+
+
+async def _patiently(patience_s: float, call: Callable[[], Awaitable[T]]) -> T:
+    patience = _Patience(patience_s)
+    while True:
+        try:
+            return await call()
+        except (ControlUnavailableError, ControlError) as error:
+            if not _away(error):
+                raise
+            await patience.wait()
+
+
+def _away(error: Exception) -> bool:
+    # 503: it is there, and something that it needs is not yet.
+    return not isinstance(error, ControlError) or error.problem.status == HTTPStatus.SERVICE_UNAVAILABLE
 
 
 def _path(session: str) -> str:

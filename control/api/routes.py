@@ -109,9 +109,9 @@ OPERATIONS: Final = (
         parameters=(
             _FOLLOW,
             Parameter("stream", "stdout, stderr or merged", {"type": "string", "enum": ["stdout", "stderr", "merged"]}),
-            Parameter("offset", "Skip so many bytes of the one stream", _COUNT),
+            Parameter("offset", "Skip so many bytes of the one stream, or lines of both merged", _COUNT),
         ),
-        errors=(404,),
+        errors=(404, 422),
     ),
     Operation(
         "GET",
@@ -119,8 +119,8 @@ OPERATIONS: Final = (
         "egress",
         "What the gateway decided for the session, one JSON object a line",
         answer_type=_NDJSON,
-        parameters=(_FOLLOW,),
-        errors=(404,),
+        parameters=(_FOLLOW, Parameter("offset", "Skip so many bytes", _COUNT)),
+        errors=(404, 422),
     ),
     Operation(
         "POST",

@@ -82,11 +82,11 @@ class StreamHandlers:
         await self._manager.get(session)
         wanted = request.query.get("stream", "merged")
         follow = _flag(request, "follow")
+        offset = query_int(request, "offset", 0, 0, 2**53)
         if wanted == "merged":
             response = await self._begin(request, "application/x-ndjson")
-            lines = self._merged(session, follow)
+            lines = self._merged(session, offset, follow)
         elif wanted in (LogStream.STDOUT, LogStream.STDERR):
-            offset = query_int(request, "offset", 0, 0, 2**53)
             response = await self._begin(request, "application/octet-stream")
             lines = self._plain(session, self._manager.folder(session) / f"{wanted}.log", offset, follow)
         else:
@@ -108,9 +108,10 @@ class StreamHandlers:
                 return
             await _first(tickets)
 
-    async def _merged(self, session: str, follow: bool) -> AsyncIterator[bytes]:
+    async def _merged(self, session: str, skipped: int, follow: bool) -> AsyncIterator[bytes]:
         folder = self._manager.folder(session)
         index = PieceReader(folder)
+        await asyncio.to_thread(index.skip, skipped)
         while True:
             record = self._manager.record(session)
             tickets = None if record is None else (record.logged.ticket(), record.changed.ticket())
@@ -126,8 +127,8 @@ class StreamHandlers:
         session = session_id(request)
         await self._manager.get(session)
         path = self._egress_logs / f"{session}.log"
+        offset = query_int(request, "offset", 0, 0, 2**53)
         response = await self._begin(request, "application/x-ndjson")
-        offset = 0
         while True:
             over = self._manager.record(session) is None
             while data := await asyncio.to_thread(_read_at, path, offset):

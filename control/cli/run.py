@@ -30,7 +30,7 @@ _EXIT_OF_REASON: Final = {
 }
 _QUEUE_POLL_S: Final = 1.0
 # A restart of the daemon takes seconds, an upgrade a little longer; sessions go on meanwhile.
-_PATIENCE_S: Final = 60.0
+PATIENCE_S: Final = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -167,7 +167,7 @@ async def _watch(client: ControlClient, session: str, progress: Progress) -> Ses
     queueing = asyncio.create_task(_watch_queue(client, session, progress))
     try:
         seen = None
-        async for _event in client.follow_events(session, _PATIENCE_S):
+        async for _event in client.follow_events(session, PATIENCE_S):
             try:
                 view = await client.get(session)
             except ControlUnavailableError:
@@ -178,7 +178,7 @@ async def _watch(client: ControlClient, session: str, progress: Progress) -> Ses
     finally:
         queueing.cancel()
         await asyncio.gather(queueing, return_exceptions=True)
-    return await client.get(session, _PATIENCE_S)
+    return await client.get(session, PATIENCE_S)
 
 
 async def _watch_queue(client: ControlClient, session: str, progress: Progress) -> None:
@@ -195,7 +195,7 @@ async def _watch_queue(client: ControlClient, session: str, progress: Progress) 
 async def _copy(client: ControlClient, session: str, stream: str, options: RunOptions) -> None:
     own = sys.stdout if stream == "stdout" else sys.stderr
     writer = StreamWriter(own, raw=options.raw)
-    async for data in client.follow_log(session, stream, _PATIENCE_S):
+    async for data in client.follow_log(session, stream, PATIENCE_S):
         if options.json:
             text, encoding = encode_data(data)
             as_json({"type": "output", "stream": stream, "data": text, "encoding": encoding})

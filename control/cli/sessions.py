@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Final
 
 from control.api.types import SessionPage, SessionView
 from control.cli.output import as_json, cell, show, table
+from control.cli.run import PATIENCE_S
 from control.client import ControlClient
 from control.db.rows import Selection
 
@@ -36,7 +37,7 @@ async def watch_sessions(client: ControlClient, wanted: Selection, limit: int, j
     live = Live(console=console, auto_refresh=False) if console.is_terminal and not json else None
     with live or contextlib.nullcontext():
         while True:
-            page = await _newest(client, wanted, limit)
+            page = await _newest(client, wanted, limit, PATIENCE_S)
             if page != seen:
                 seen = page
                 if live is not None:
@@ -48,13 +49,15 @@ async def watch_sessions(client: ControlClient, wanted: Selection, limit: int, j
             await asyncio.sleep(_WATCH_S)
 
 
-async def _newest(client: ControlClient, wanted: Selection, limit: int) -> SessionPage:
+async def _newest(client: ControlClient, wanted: Selection, limit: int, patience_s: float = 0) -> SessionPage:
     """Return up to `limit` sessions as one page, in as many requests as that takes."""
     found: list[SessionView] = []
     cursor = ""
     while True:
         count = min(limit - len(found), _PAGE)
-        page = await client.list(wanted.states, count, cursor, reasons=wanted.reasons, image=wanted.image)
+        page = await client.list(
+            wanted.states, count, cursor, reasons=wanted.reasons, image=wanted.image, patience_s=patience_s
+        )
         found += page.sessions
         cursor = page.next or ""
         if not cursor or len(found) >= limit:

@@ -9,7 +9,7 @@ import msgspec
 
 from control.api.types import RunCompleted, RunOutput, RunRequest
 from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table
-from control.cli.run import StreamWriter
+from control.cli.run import PATIENCE_S, StreamWriter
 from control.cli.text import Escaper, escape_line
 from control.client import ControlClient
 from control.runner.messages import Stream, decode_data
@@ -26,7 +26,7 @@ async def show_logs(
 ) -> None:
     """Print a session's output."""
     if timestamps or json:
-        async for line in client.logs(session, follow=follow):
+        async for line in client.follow_logs(session, PATIENCE_S) if follow else client.logs(session):
             if line.stream.value not in streams:
                 continue
             if json:
@@ -39,7 +39,7 @@ async def show_logs(
 
     async def copy(stream: str) -> None:
         writer = StreamWriter(sys.stdout if stream == "stdout" else sys.stderr, raw=raw)
-        async for data in client.log(session, stream, follow=follow):
+        async for data in client.follow_log(session, stream, PATIENCE_S) if follow else client.log(session, stream):
             writer.write(data)
         writer.close()
 
@@ -58,7 +58,7 @@ async def show_egress(client: ControlClient, session: str, follow: bool, refused
     from rich.text import Text
 
     console = Console(highlight=False, soft_wrap=True)
-    async for entry in client.egress(session, follow=follow):
+    async for entry in client.follow_egress(session, PATIENCE_S) if follow else client.egress(session):
         if refused and entry.get("event") != "refuse":
             continue
         if json:
@@ -90,7 +90,7 @@ class _Tally:
 async def summarize_egress(client: ControlClient, session: str, follow: bool, json: bool) -> None:
     """Print one line for each host, the refused ones first."""
     hosts: dict[tuple[str, int], _Tally] = {}
-    async for entry in client.egress(session, follow=follow):
+    async for entry in client.follow_egress(session, PATIENCE_S) if follow else client.egress(session):
         # The gateway writes numbers; a port that could not be read is none.
         tally = hosts.setdefault((str(entry.get("host") or "-"), int(entry.get("port") or 0)), _Tally())
         match entry.get("event"):
@@ -121,7 +121,7 @@ async def summarize_egress(client: ControlClient, session: str, follow: bool, js
 
 async def show_events(client: ControlClient, session: str, follow: bool, json: bool) -> None:
     """Print what happened to a session."""
-    async for event in client.events(session, follow=follow):
+    async for event in client.follow_events(session, PATIENCE_S) if follow else client.events(session, follow=False):
         if json:
             as_json(event)
             continue

@@ -101,25 +101,38 @@ class PieceReader:
         self._read = 0
         self._offsets = dict.fromkeys(_STREAMS, 0)
 
+    def skip(self, count: int) -> None:
+        """Leave out the next `count` pieces, as far as they are there."""
+        while entries := self._entries(min(count, PIECES_AT_ONCE)):
+            for _, number, length in entries:
+                self._pass(number, length)
+            count -= len(entries)
+
     def next(self) -> list[Piece]:
         """Return the next pieces in order, a bounded number of pieces and bytes; none when there are no more yet."""
-        try:
-            with self._path.open("rb") as file:
-                file.seek(self._read)
-                data = file.read(PIECES_AT_ONCE * _PIECE.size)
-        except FileNotFoundError:
-            return []
         found: list[Piece] = []
         taken = 0
-        for at, number, length in _PIECE.iter_unpack(data[: len(data) // _PIECE.size * _PIECE.size]):
+        for at, number, length in self._entries(PIECES_AT_ONCE):
             taken += length
             if found and taken > BYTES_AT_ONCE:
                 break
             stream = _STREAMS[number]
             found.append(Piece(at, stream, self._offsets[stream], length))
-            self._offsets[stream] += length
-            self._read += _PIECE.size
+            self._pass(number, length)
         return found
+
+    def _entries(self, count: int) -> list[tuple[int, int, int]]:
+        try:
+            with self._path.open("rb") as file:
+                file.seek(self._read)
+                data = file.read(count * _PIECE.size)
+        except FileNotFoundError:
+            return []
+        return list(_PIECE.iter_unpack(data[: len(data) // _PIECE.size * _PIECE.size]))
+
+    def _pass(self, number: int, length: int) -> None:
+        self._offsets[_STREAMS[number]] += length
+        self._read += _PIECE.size
 
 
 def _write(fd: int, data: bytes) -> None:

@@ -7,10 +7,11 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import pytest
 
-from control.client import ControlClient, ControlUnavailableError
+from control.api.types import Problem
+from control.client import ControlClient, ControlError, ControlUnavailableError
+from control.exchange import Answer
 from control.plan.session import SessionState
 from tests.control.conftest import Host, until
 
@@ -23,7 +24,7 @@ class CountingClient(ControlClient):
     answered = 0
 
     @asynccontextmanager
-    async def _request(self, *arguments: Any, **options: Any) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def _request(self, *arguments: Any, **options: Any) -> AsyncIterator[Answer]:
         async with super()._request(*arguments, **options) as answer:
             self.answered += 1
             yield answer
@@ -88,6 +89,75 @@ async def test_the_end_of_a_silent_session_is_told_through_two_restarts_far_apar
     numbers = await following
     # Each once, and to the end.
     assert numbers == [event.number async for event in counting.events(session, follow=False)]
+
+
+async def test_lines_of_both_outputs_come_once_each_through_a_restart(host: Host, counting: CountingClient) -> None:
+    go = host.root / "go"
+    script = "echo one; echo two >&2; until [ -e $0 ]; do sleep 0.05; done; echo three; echo four >&2"
+    session = await host.launch("sh", "-c", script, str(go))
+    seen: list[str] = []
+
+    async def follow() -> None:
+        async for line in counting.follow_logs(session, PATIENCE_S):
+            seen.append(line.data)  # noqa: PERF401 - looked at while it grows
+
+    following = asyncio.create_task(follow())
+    await until(lambda: len(seen) == 2, "what it says at first")
+    await restart_while(host, counting, following, 1)
+    go.touch()
+    await following
+    assert sorted(seen) == sorted(["one\n", "two\n", "three\n", "four\n"])
+    assert [line.data async for line in counting.logs(session)] == seen
+
+
+async def test_lines_of_the_egress_log_come_once_each_through_a_restart(host: Host, counting: CountingClient) -> None:
+    session = await silent_session(host, host.root / "go")
+    path = host.root / "egress" / f"{session}.log"
+    seen: list[str] = []
+
+    async def follow() -> None:
+        async for entry in counting.follow_egress(session, PATIENCE_S):
+            seen.append(entry["host"])  # noqa: PERF401 - looked at while it grows
+
+    following = asyncio.create_task(follow())
+    path.write_text('{"host": "one"}\n{"host": "t')
+    await until(lambda: len(seen) == 1, "the first line")
+    await restart_while(host, counting, following, 1)
+    with path.open("a") as file:
+        file.write('wo"}\n')
+    await until(lambda: len(seen) == 2, "the second line")
+    (host.root / "go").touch()
+    await following
+    assert seen == ["one", "two"]
+
+
+class NotReadyClient(CountingClient):
+    """Finds the daemon there twice, and not ready, as when its database is away."""
+
+    refusals = 2
+
+    @asynccontextmanager
+    async def _request(self, *arguments: Any, **options: Any) -> AsyncIterator[Answer]:
+        if self.refusals:
+            self.refusals -= 1
+            problem = Problem(
+                type="", title="", status=503, detail="the database is away", reason="database_unavailable"
+            )
+            raise ControlError(problem)
+        async with super()._request(*arguments, **options) as answer:
+            yield answer
+
+
+async def test_a_daemon_that_is_not_ready_is_waited_for_as_one_that_is_away(host: Host) -> None:
+    session = await host.launch("true")
+    await host.ended(session)
+    async with NotReadyClient(f"unix:{host.api}") as client:
+        assert (await client.get(session, PATIENCE_S)).id == session
+        client.refusals = 2
+        assert [event.number async for event in client.follow_events(session, PATIENCE_S)]
+        client.refusals = 1
+        with pytest.raises(ControlError):
+            await client.get(session)
 
 
 async def test_a_daemon_that_stays_away_is_not_waited_for_longer_than_said(

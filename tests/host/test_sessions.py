@@ -1,10 +1,12 @@
 """Whole sessions on a real engine behind the real gateway, and what happens to them when something dies meanwhile."""
 
 import asyncio
+import contextlib
 import io
 import itertools
 from collections.abc import Iterator
 from datetime import datetime
+from pathlib import Path
 
 import docker
 import pytest
@@ -168,6 +170,48 @@ async def test_control_killed_in_mid_session_takes_it_up_again_with_all_its_outp
         assert foreign.status == "running"
     finally:
         foreign.remove(force=True)
+
+
+async def test_an_operator_who_follows_a_session_sees_all_of_it_once_while_control_dies_and_restarts(
+    host: PrivateHost, control: ControlClient, tmp_path: Path
+) -> None:
+    ask = "curl -s -o /dev/null http://refused.invalid/; " + COUNT
+    session = await launch(control, ask)
+    await running(control, session)
+    followers = {
+        "logs": ("logs", session, "-f"),
+        "lines": ("logs", session, "-f", "--json"),
+        "egress": ("egress", session, "-f", "--json"),
+        "events": ("events", session, "-f", "--json"),
+        "sessions": ("sessions", "--watch", "--json"),
+    }
+    with contextlib.ExitStack() as stack:
+        processes = {
+            name: stack.enter_context(host.cli_running(*arguments, out=tmp_path / name))
+            for name, arguments in followers.items()
+        }
+
+        def said(name: str) -> bytes:
+            return (tmp_path / name).read_bytes()
+
+        await until(lambda: all(map(said, followers)), "something from each")
+        host.control.kill()
+        host.control.start()
+        await until(lambda: len(said("logs").splitlines()) > 5, "output")
+        await asyncio.to_thread(host.control.stop)
+        host.control.start()
+        await running(control, session)
+        assert (await execute(control, session, "touch", "/work/end"))[0] == 0
+        assert how(await ended(control, session)) == (SessionState.EXITED, Reason.EXIT_CODE, 6)
+        await until(lambda: b'"exited"' in said("sessions"), "the end in the table")
+        assert processes["sessions"].poll() is None, said("sessions")
+        for name in ("logs", "lines", "egress", "events"):
+            assert await asyncio.to_thread(processes[name].wait, PATIENCE_S) == 0, said(name)
+    assert counted(said("logs")) > 5
+    for name in ("lines", "egress", "events"):
+        # As it is told at once, without a restart in between.
+        assert said(name).decode() == host.cli(*(word for word in followers[name] if word != "-f")).stdout
+    assert said("egress").count(b"refused.invalid") == 1
 
 
 async def test_a_sandbox_that_ends_while_control_is_dead_is_told_truly(

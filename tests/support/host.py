@@ -29,6 +29,7 @@ from tests.support.sandbox import Sandbox, health
 
 # The certificate authorities of a machine behind a company's mirror are named by this variable.
 _CA_VARIABLE: Final = "SSL_CERT_FILE"
+_CLI: Final = (sys.executable, "-m", "control.cli")
 _CLI_TIMEOUT_S: Final = 900.0
 
 
@@ -154,8 +155,8 @@ class PrivateHost:
     def cli(self, *arguments: str, check: bool = True, stdin: str | None = None) -> subprocess.CompletedProcess[str]:
         """Run `opificia` as root, against this host's API. Raises AssertionError with its output."""
         done = subprocess.run(
-            [sys.executable, "-m", "control.cli", *arguments],
-            env=self._environment(CHECKOUT) | {"OPIFICIA_CONTROL": self.api},
+            [*_CLI, *arguments],
+            env=self._cli_environment(),
             cwd="/",
             input=stdin,
             capture_output=True,
@@ -167,6 +168,20 @@ class PrivateHost:
                 f"opificia {' '.join(arguments)}: status {done.returncode}\n{done.stdout}{done.stderr}"
             )
         return done
+
+    @contextmanager
+    def cli_running(self, *arguments: str, out: Path) -> Iterator[subprocess.Popen[bytes]]:
+        """Run `opificia` beside the test, both outputs to a file; it is killed at the end if it still runs."""
+        with out.open("wb") as file:
+            process = spawn([*_CLI, *arguments], log=file, env=self._cli_environment(), cwd=Path("/"))
+        try:
+            yield process
+        finally:
+            process.kill()
+            process.wait()
+
+    def _cli_environment(self) -> dict[str, str]:
+        return self._environment(CHECKOUT) | {"OPIFICIA_CONTROL": self.api}
 
     def may_read(self, path: Path, uid: int, groups: Sequence[int]) -> bool:
         """Tell whether a user of these groups may read a file of the host, or connect to a socket."""
