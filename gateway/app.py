@@ -208,7 +208,7 @@ class App:
             ending = Ending(services, listener, Parking(services, listener, epoch), self._stopping)
             successor = await self._serve(ending)
             if successor is None:
-                await ending.stop(self._own_listeners)
+                await ending.stop(self._own_listeners, predecessor)
             else:
                 # The service manager listens to the next process only.
                 watchdog.cancel()

@@ -35,17 +35,19 @@ class Ending:
         self._stopping = stopping
         self._drain_s = services.gateway.config.limits.drain_ms / 1000
 
-    async def stop(self, listeners: Mapping[str, socket.socket]) -> None:
+    async def stop(self, listeners: Mapping[str, socket.socket], predecessor: Predecessor | None) -> None:
         """End because the process was told to, leaving what can go on with the service manager if it keeps it."""
         notify("STOPPING=1")
+        # One deadline for all: the manager waits little longer.
+        end = self._services.loop.time() + self._drain_s
         if fdstore.is_offered():
             # New connections are served meanwhile, except for what could not go on elsewhere.
             self._listener.leave()
             self._gateway.model.hand_back()
             self._gateway.model.drain()
             self._services.end_relays(keep=True)
-            await self._until(self._is_only_movable, self._drain_s)
-            # What they used belongs into the record.
+            await self._until(lambda: self._is_only_movable() and not _streams(predecessor), end)
+            # What they used, here and in the process before, belongs into the record.
             await self._services.handover.close()
             await self._gateway.model.close()
             if leave_with_manager(self._parking, listeners, Unfinished(self._gateway.config.audit.dir)):
@@ -53,7 +55,7 @@ class Ending:
         self._listener.stop()
         self._gateway.model.drain()
         self._services.end_relays(keep=False)
-        await self._until(self._is_nothing, self._drain_s)
+        await self._until(self._is_nothing, end)
 
     async def be_replaced(
         self, own: Mapping[str, socket.socket], passed: Mapping[str, socket.socket]
@@ -64,7 +66,7 @@ class Ending:
             successor = await Successor.start()
             # A runner's connection can move when it has reached control, one for plain HTTP between two requests.
             self._services.end_relays(keep=True)
-            await self._until(lambda: self._is_joined() and self._is_relayed(), HANDOFF_S)
+            await self._until(lambda: self._is_joined() and self._is_relayed(), self._services.loop.time() + HANDOFF_S)
             self._gateway.model.hand_back()
             record, descriptors = self._parking.pack(own, passed)
             successor.hand(encode_parked(record), descriptors)
@@ -87,7 +89,7 @@ class Ending:
         end = loop.time() + self._gateway.config.limits.model_total_timeout_ms / 1000
         is_told = False
         telling = loop.time()
-        while loop.time() < end and not (self._is_nothing() and not (predecessor and predecessor.is_there)):
+        while loop.time() < end and not (self._is_nothing() and not _streams(predecessor)):
             if self._stopping.is_set() and not is_told:
                 is_told = True
                 end = min(end, loop.time() + self._drain_s)
@@ -98,15 +100,14 @@ class Ending:
         await self._services.handover.close()
         await self._gateway.model.close()
         successor.tell(registry)
-        await self._until(lambda: successor.has_heard, ANSWER_S)
+        await self._until(lambda: successor.has_heard, loop.time() + ANSWER_S)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         successor.close()
         log.info("all that this process kept has ended")
 
-    async def _until(self, condition: Callable[[], bool], seconds: float) -> None:
-        """Wait until a condition holds, for at most `seconds`."""
-        end = self._services.loop.time() + seconds
+    async def _until(self, condition: Callable[[], bool], end: float) -> None:
+        """Wait until a condition holds, or for the time `end`."""
         # Hundreds of unlike things may be open, and none tells another that it ended.
         while self._services.loop.time() < end and not condition():  # noqa: ASYNC110
             await asyncio.sleep(_POLL_S)
@@ -125,3 +126,7 @@ class Ending:
 
     def _waited_for(self) -> int:
         return sum(session.ending_count for session in self._gateway.registry)
+
+
+def _streams(predecessor: Predecessor | None) -> bool:
+    return predecessor is not None and predecessor.is_there

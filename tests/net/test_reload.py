@@ -260,6 +260,34 @@ async def test_what_an_old_process_streams_is_reported_by_the_newest(tmp_path: P
             await second.close()
 
 
+async def test_what_an_old_process_streams_until_a_restart_is_counted_after_it(tmp_path: Path) -> None:
+    story = Story()
+    async with scripted(story.tell) as upstream:
+        model, limits = {"upstream": upstream.url}, {"drain_ms": 60_000}
+        async with contracted(tmp_path, stored=8, model=model, limits=limits) as (gateway, path):
+            manager = gateway.manager
+            assert manager is not None
+            first = await Control.connect(path)
+            await first.welcome()
+            await first.snapshot(grant("s1"))
+            async with connected(gateway) as client:
+                await client.send(message(stream=True))
+                await story.begun()
+                story.add(START)
+                await reloaded(gateway)
+                restarting = asyncio.create_task(asyncio.to_thread(manager.restart))
+                await until(lambda: any("STOPPING=1" in each for each in manager.messages))
+                story.add(END, TOLD)
+                await client.reply()
+            await restarting
+            second = await Control.connect(path)
+            await second.welcome()
+            await second.snapshot(grant("s1"))
+            await second.reported("s1", lambda each: each.usage.output_tokens == 42)
+            await first.close()
+            await second.close()
+
+
 async def test_the_old_process_ends_at_once_with_the_service() -> None:
     story = Story()
     async with telling(story.tell, limits={"drain_ms": 200}) as gateway, connected(gateway) as client:
