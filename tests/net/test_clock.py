@@ -43,8 +43,8 @@ async def test_a_clock_that_is_set_neither_ends_nor_holds_up_anything(monkeypatc
             target = f"127.0.0.1:{server.port}"
             async with await opened(gateway, target) as tunnel, connected(gateway) as asking:
                 await asking.send(message(stream=True))
-                await story.begun.wait()
-                await story.pieces.put(START)
+                await story.begun()
+                story.add(START)
                 for number, offset in enumerate((HOUR_S, -DAY_S), 1):
                     async with await gateway.client() as slow:
                         began = time.monotonic()
@@ -61,8 +61,7 @@ async def test_a_clock_that_is_set_neither_ends_nor_holds_up_anything(monkeypatc
                     logged = datetime.fromisoformat(closed(gateway)[-1]["ts"]) - datetime.now(UTC)
                     assert abs(logged.total_seconds() - offset) < 600
                     await echoed(tunnel, b"still there")
-                await story.pieces.put(END)
-                await story.pieces.put(TOLD)
+                story.add(END, TOLD)
                 assert (await asking.reply()).status == 200
                 # What is handed over has its times by that clock as well.
                 await asyncio.to_thread(gateway.restart)
