@@ -27,7 +27,7 @@ from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
 from tests.support.patience import PATIENCE_S
-from tests.support.sockets import Client, echo_server, proxy_v2
+from tests.support.sockets import Client, drop_at_end, echo_server, proxy_v2
 
 
 def grant(session: str = "s1", **changes: Any) -> Grant:
@@ -45,7 +45,9 @@ class Control:
 
     @classmethod
     async def connect(cls, path: Path) -> Self:
-        return cls(*await asyncio.open_unix_connection(path))
+        reader, writer = await asyncio.open_unix_connection(path)
+        drop_at_end(writer)
+        return cls(reader, writer)
 
     async def read(self) -> FromGateway | None:
         async with asyncio.timeout(PATIENCE_S):

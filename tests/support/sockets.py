@@ -48,13 +48,29 @@ class Reply:
         return self.headers.get("x-opificia-reason")
 
 
+_connected: set[asyncio.StreamWriter] = set()
+
+
+def drop_at_end(writer: asyncio.StreamWriter) -> None:
+    """Have a connection dropped by `drop_clients`, should it be open then."""
+    _connected.add(writer)
+
+
+async def drop_clients() -> None:
+    """Drop every connection that a failed test left open: else its ResourceWarning fails a test that comes after."""
+    while _connected:
+        _connected.pop().transport.abort()
+    # A transport closes its socket in the loop's next turn.
+    await asyncio.sleep(0)
+
+
 class Client:
     """One raw connection to the sandbox port, or to any server; it sends what the test says and no more."""
 
     def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self.reader = reader
         self.writer = writer
-        _clients.add(self)
+        drop_at_end(writer)
 
     @classmethod
     async def connect(cls, to: tuple[str, int] | Path, *, proxy: bytes = b"", source: str = "") -> Self:
@@ -143,7 +159,6 @@ class Client:
         raw = self.writer.get_extra_info("socket")
         raw.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         self.writer.transport.abort()
-        _clients.discard(self)
 
     async def close(self) -> None:
         """Close, whatever state the connection is in."""
@@ -153,25 +168,12 @@ class Client:
                 await self.writer.wait_closed()
         except (OSError, ssl.SSLError):
             pass
-        _clients.discard(self)
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.close()
-
-
-# Those that were not closed yet.
-_clients: set[Client] = set()
-
-
-async def drop_clients() -> None:
-    """Drop every client that a failed test left open: else its ResourceWarning fails a test that comes after."""
-    while _clients:
-        _clients.pop().reset()
-    # A transport closes its socket in the loop's next turn.
-    await asyncio.sleep(0)
 
 
 @dataclass(slots=True)

@@ -1,0 +1,65 @@
+"""Test servers leave nothing to the garbage collector, whose warning would fail another test."""
+
+import asyncio
+import gc
+import socket
+import ssl
+import warnings
+from collections.abc import Callable
+
+import pytest
+import uvloop
+
+from tests.support.listener import StreamServer
+from tests.support.patience import within
+from tests.support.sockets import Client, drop_clients
+from tests.support.tls_server import Authority
+
+LOOPS = pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
+
+
+async def write_more_than_is_read(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    writer.write(bytes(10_000_000))
+    await reader.read()
+
+
+async def stopped_after(turns: int, tls: ssl.SSLContext | None) -> None:
+    """Stop a server that many turns of the loop after connections came."""
+    server = StreamServer(write_more_than_is_read, ("127.0.0.1", 0), tls=tls)
+    peers = [socket.create_connection(("127.0.0.1", server.port)) for _ in range(10)]
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    await server.stop()
+    for peer in peers:
+        peer.close()
+
+
+@LOOPS
+@pytest.mark.parametrize("tls", [False, True])
+def test_a_server_that_stops_at_any_moment_leaves_no_connection_open(
+    new_loop: Callable[[], asyncio.AbstractEventLoop], *, tls: bool
+) -> None:
+    context = Authority().server_context("a.example") if tls else None
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for turns in (*range(16), 100):
+            with asyncio.Runner(loop_factory=new_loop) as runner:
+                runner.run(stopped_after(turns, context))
+        gc.collect()
+    assert [str(each.message) for each in caught] == []
+
+
+async def test_a_client_that_nobody_closed_is_dropped_at_the_end() -> None:
+    async with StreamServer(write_more_than_is_read, ("127.0.0.1", 0)) as server:
+        client = await Client.connect(("127.0.0.1", server.port))
+        sock = client.writer.get_extra_info("socket")
+        await drop_clients()
+        assert sock.fileno() == -1
+
+
+async def test_what_is_promised_within_a_time_is_cut_off_after_it() -> None:
+    async with within(5):
+        await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with within(0.02):
+            await asyncio.Event().wait()
