@@ -46,6 +46,8 @@ log = logging.getLogger(__name__)
 
 # How long an answer about the host stands before it is checked again at the next launch.
 HOST_CHECK_S: Final = 5.0
+# How long whoever asks for our health waits for the engine, which may hang for a minute.
+HEALTH_PATIENCE_S: Final = 5.0
 # Streams of the API that still run when the daemon stops.
 API_SHUTDOWN_S: Final = 2.0
 
@@ -70,25 +72,39 @@ class StartError(Exception):
 
 
 class HostWatch:
-    """Knows whether the host is ready for sandboxes: asks at most every few seconds."""
+    """Knows whether the host is ready for sandboxes: looks at most every few seconds, and once for all who ask meanwhile."""
 
     def __init__(self, verify: Callable[[], Awaitable[list[str]]]) -> None:
         self._verify = verify
-        self._lock = asyncio.Lock()
-        self._problems: list[str] = []
+        self._looking: asyncio.Task[list[str]] | None = None
         self._until = 0.0
 
-    async def problems(self) -> list[str]:
-        """Return what is wrong with the host, one sentence each. An engine that does not answer is such a problem."""
-        async with self._lock:
-            now = asyncio.get_running_loop().time()
-            if now >= self._until:
-                try:
-                    self._problems = await self._verify()
-                except EngineError as error:
-                    self._problems = [str(error)]
-                self._until = now + HOST_CHECK_S
-            return self._problems
+    async def problems(self, patience_s: float | None = None) -> list[str]:
+        """Return what is wrong with the host, one sentence each. An engine that does not answer is such a problem.
+
+        So is one that takes longer for it than `patience_s`; the look goes on then, for whoever asks next.
+        """
+        looking = self._looking
+        if looking is None or (looking.done() and asyncio.get_running_loop().time() >= self._until):
+            looking = self._looking = asyncio.create_task(self._look(), name="host-look")
+        done, _ = await asyncio.wait([looking], timeout=patience_s)
+        if not done:
+            return [f"the Docker engine has not answered for {patience_s:g} s; look at its log, it may hang"]
+        return looking.result()
+
+    async def close(self) -> None:
+        """Look no more."""
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+
+    async def _look(self) -> list[str]:
+        try:
+            problems = await self._verify()
+        except EngineError as error:
+            problems = [str(error)]
+        self._until = asyncio.get_running_loop().time() + HOST_CHECK_S
+        return problems
 
 
 def host_id(data: Path) -> str:
@@ -166,6 +182,7 @@ class Control:
         async with AsyncExitStack() as stack:
             stack.enter_context(alone(self.config.data))
             stack.push_async_callback(self.store.close)
+            stack.push_async_callback(self._host.close)
             manager = await self._prepare()
             stack.push_async_callback(self.recorder.close)
             tasks = self._tasks = await stack.enter_async_context(_background())
@@ -260,7 +277,7 @@ class Control:
             await stack.enter_async_context(_site(application(token), config.listen.tcp, API_SHUTDOWN_S))
 
     async def _health(self, manager: SessionManager) -> Health:
-        problems = list(await self._host.problems())
+        problems = list(await self._host.problems(HEALTH_PATIENCE_S))
         if not self.link.connected:
             problems.append("the gateway is not connected; check opificia-gateway")
         try:

@@ -105,6 +105,8 @@ def run(
         )
     except (ParseError, SettingsError) as error:
         fail(str(error), 2)
+    if not 0 <= cpus < float("inf"):
+        fail("--cpus is a number above 0, such as 0.5 or 2", 2)
     if not spec.command:
         fail("there is no command; give one after `--`", 2)
     options = RunOptions(in_dir, out_dir, json, raw, quiet)

@@ -48,7 +48,7 @@ def _with_engine(path: Path, work: "Callable[[DockerService, ControlConfig], Cor
     try:
         return asyncio.run(run(load_config(path)))
     except SettingsError as error:
-        fail(str(error), EXIT_CONFIG)
+        fail(str(error) if path.exists() else f"there is no {path}; name yours with --config", EXIT_CONFIG)
     except (EngineError, BuildError, StartError) as error:
         fail(str(error))
 

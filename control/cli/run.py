@@ -109,7 +109,8 @@ async def run_session(client: ControlClient, spec: SandboxSpec, options: RunOpti
         await fetch_out(client, session.id, options.out_dir, quiet=options.quiet)
     if options.json:
         as_json({"type": "ended", "session": session})
-    elif session.state is not SessionState.EXITED or session.reason is not Reason.EXIT_CODE:
+    elif session.message or session.reason is not Reason.EXIT_CODE:
+        # Also where the command ended well: something of its logs or results may be missing.
         detail = f": {escape_line(session.message)}" if session.message else ""
         print(f"opificia: session {session.id} {session.state}, {session.reason}{detail}", file=sys.stderr)
     if exit_code(session) and not (options.json or options.quiet):

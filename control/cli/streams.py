@@ -128,7 +128,7 @@ async def show_events(client: ControlClient, session: str, follow: bool, json: b
         fields = msgspec.json.decode(msgspec.json.encode(event.event), type=dict[str, msgspec.Raw])
         kind = event.event.__struct_config__.tag
         detail = " ".join(f"{name}={bytes(value).decode()}" for name, value in fields.items() if name != "type")
-        print(f"{event.at} {kind} {escape_line(detail)}")
+        print(f"{event.at} {kind} {escape_line(detail)}".rstrip())
 
 
 async def run_command(client: ControlClient, session: str, command: RunRequest, raw: bool, json: bool) -> int:

@@ -121,6 +121,13 @@ async def test_ctrl_c_stops_the_session(host: Host) -> None:
     assert (await host.ended("mine")).life.state is SessionState.STOPPED
 
 
+async def test_run_says_what_is_missing_of_results_though_the_command_ended_well(host: Host, tmp_path: Path) -> None:
+    host.engine.out_truncated = True
+    code, out, err = await opificia(host, "run", "sandbox", "--cwd", "/tmp", "--", "echo", "done")
+    assert (code, out) == (0, "done\n")
+    assert "exited, exit_code: the results are cut at the limit of /out" in err
+
+
 async def test_a_second_ctrl_c_gives_no_grace(stopped_host: Host) -> None:
     host = stopped_host
     host.settings["limits"]["stop_grace_ms"] = 600_000
@@ -168,6 +175,8 @@ async def test_run_says_why_the_host_could_not(host: Host) -> None:
     assert (code, out) == (125, "")
     assert "image_missing" in err
     assert "opificia images" in err
+    code, _, err = await opificia(host, "run", "sandbox", "--cpus", "nan", "--", "true")
+    assert (code, err) == (2, "opificia: --cpus is a number above 0, such as 0.5 or 2\n")
     code, _, err = await opificia(host, "run", "BAD", "--allow", "a b", "--", "true")
     assert code == 125
     assert [line.strip().split(":")[0] for line in err.splitlines()] == [
@@ -374,6 +383,11 @@ async def test_doctor_and_status_say_whether_the_host_is_ready(host: Host) -> No
     code, out, _ = await opificia(host, "doctor", "--json")
     assert code == 1
     assert not json.loads(out)[-1]["ok"]
+
+
+async def test_without_a_configuration_it_says_how_to_name_one(host: Host) -> None:
+    code, _, err = await opificia(host, "host", "verify", "--config", "/nowhere/control.toml")
+    assert (code, err) == (78, "opificia: there is no /nowhere/control.toml; name yours with --config\n")
 
 
 async def test_without_a_daemon_it_says_what_to_look_at(host: Host) -> None:

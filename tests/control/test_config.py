@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from control.app import Control, StartError, host_id
+from control.app import Control, HostWatch, StartError, host_id
 from control.config import ControlConfig, ListenSettings, StoreSettings
 from control.plan.session import Reason, SessionState
 from gateway.runtime.settings import SettingsError, parse
@@ -197,6 +197,30 @@ async def test_a_second_daemon_on_the_same_folder_is_refused_before_it_touches_a
     # One that has ended, however it did, holds nobody up.
     await host.stop()
     await host.start()
+
+
+async def test_an_engine_that_hangs_is_told_soon_to_who_cannot_wait_and_looked_at_once_for_all() -> None:
+    answering, looks = asyncio.Event(), 0
+
+    async def verify() -> list[str]:
+        nonlocal looks
+        looks += 1
+        await answering.wait()
+        return []
+
+    host = HostWatch(verify)
+    try:
+        waiting = asyncio.create_task(host.problems())
+        for _ in range(2):
+            (problem,) = await host.problems(0.001)
+            assert "has not answered" in problem
+        assert not waiting.done()
+        answering.set()
+        assert await waiting == []
+        assert await host.problems(0.001) == []
+        assert looks == 1
+    finally:
+        await host.close()
 
 
 @pytest.mark.parametrize("torn", ["", "\n", "0123", "0123456789abcdeX\n"])

@@ -74,6 +74,7 @@ class FakeEngine:
         # Raised once after the call was carried out: its answer is lost.
         self.unanswered: dict[str, EngineError] = {}
         self.out: dict[str, bytes] = {}
+        self.out_truncated = False
         self._count = 0
 
     async def _called(self, name: str) -> None:
@@ -259,7 +260,7 @@ class FakeEngine:
                 info = tarfile.TarInfo(f"./{name}")
                 info.size = len(data)
                 tar.addfile(info, io.BytesIO(data))
-        return OutSummary(sum(map(len, self.out.values())), len(self.out), False)
+        return OutSummary(sum(map(len, self.out.values())), len(self.out), self.out_truncated)
 
     def _find(self, container: str) -> FakeContainer:
         try:
