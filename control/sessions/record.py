@@ -17,7 +17,7 @@ from control.db.database import StoreUnavailableError
 from control.db.rows import StoredEvent, StoredSession
 from control.db.store import Store
 from control.plan.session import Event, NotAllowed, Session, advance
-from control.sessions import journal
+from control.sessions import folders, journal
 
 log = logging.getLogger(__name__)
 
@@ -144,7 +144,13 @@ class Recorder:
                 await self._write(record, allowed, at, patient=True)
 
     async def restore(self, record: Record) -> None:
-        """Bring a record found in the database up to its journal."""
+        """Bring a record found in the database up to its journal.
+
+        A folder that is gone (removed by hand, a disk that was not mounted) is made anew: nothing could be recorded otherwise.
+        """
+        if not await asyncio.to_thread(record.folder.exists):
+            log.error("session %s: its folder is gone, and with it its journal and output so far", record.id)
+            await asyncio.to_thread(folders.make, record.folder)
         missing = await asyncio.to_thread(journal.read, record.journal, record.number)
         async with record.lock:
             record.life, known = replay(record.life, record.number, missing)

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import signal
 from pathlib import Path
 from typing import Any
@@ -147,6 +148,17 @@ async def test_the_time_limit_ends_a_session(host: Host) -> None:
     session = await host.launch("sleep", "1000", time_limit_ms=1500)
     ended = await host.ended(session)
     assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.TIME_LIMIT)
+    await nothing_left(host, session)
+
+
+async def test_a_session_whose_folder_is_gone_does_not_keep_the_daemon_from_starting(host: Host) -> None:
+    session = await host.launch("sleep", "1000")
+    await host.state(session, S.RUNNING)
+    await host.stop()
+    shutil.rmtree(host.root / "sessions" / session)
+    await host.start()
+    await host.manager.stop(session)
+    assert (await host.ended(session)).life.reason is Reason.STOPPED_BY_USER
     await nothing_left(host, session)
 
 
