@@ -105,7 +105,7 @@ class Machine:
     def __init__(self, engine: PrivateEngine, scratch: Path) -> None:
         self.engine: Final = engine
         self.key: Final = scratch / "key"
-        self._scratch = scratch
+        self.scratch: Final = scratch
 
     def start(self) -> None:
         """Make the machine and wait until it has booted. Raises MachineError."""
@@ -132,6 +132,18 @@ class Machine:
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", self.key], check=True)
         public = self.key.with_suffix(".pub").read_text()
         self.run("sh", "-c", "install -d -m 700 /root/.ssh && cat > /root/.ssh/authorized_keys", stdin=public)
+
+    @property
+    def root(self) -> Path:
+        """The machine's files, sockets among them, as they are reached from outside."""
+        return Path(f"/proc/{self._docker('inspect', '--format={{.State.Pid}}', self.name)}/root")
+
+    def put(self, source: Path, path: str) -> None:
+        """Copy a file to the machine, for all to read."""
+        self.run("mkdir", "--parents", str(Path(path).parent))
+        target = self.root / path.lstrip("/")
+        shutil.copyfile(source, target)
+        target.chmod(0o755)
 
     def reboot(self) -> None:
         """Restart the machine and wait until it has booted."""
@@ -168,7 +180,7 @@ class Machine:
             command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
         )
 
-    def await_unit(self, unit: str, *, not_pid: str = "") -> str:
+    def await_unit(self, unit: str, *, not_pid: str = "", timeout_s: float = 180.0) -> str:
         """Wait until a unit is active, with another main process than `not_pid`; return its process id, if it has one."""
 
         def state() -> list[str]:
@@ -177,7 +189,7 @@ class Machine:
         def is_up() -> bool:
             return "active" in state() and not_pid not in state()
 
-        wait_until(is_up, f"{unit} on the machine", timeout_s=180)
+        wait_until(is_up, f"{unit} on the machine", timeout_s=timeout_s)
         return next((word for word in state() if word.isdigit()), "")
 
     def _await_boot(self) -> None:
@@ -214,6 +226,20 @@ def machine(engine: PrivateEngine, scratch: Path) -> Iterator[Machine]:
         yield made
     finally:
         made.stop()
+
+
+@contextlib.contextmanager
+def drop_in(target: Machine, unit: str, content: str) -> Iterator[None]:
+    """Let a unit differ for the time of the context, as a site's would."""
+    folder = f"/run/systemd/system/{unit}.d"
+    target.run("mkdir", "-p", folder)
+    target.run("sh", "-c", f"cat > {folder}/test.conf", stdin=content)
+    target.run("systemctl", "daemon-reload")
+    try:
+        yield
+    finally:
+        target.run("rm", "-r", folder)
+        target.run("systemctl", "daemon-reload")
 
 
 def missing_programs(programs: Sequence[str]) -> list[str]:

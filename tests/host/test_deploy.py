@@ -6,6 +6,7 @@ What a step took is printed at the end.
 
 import contextlib
 import json
+import re
 import subprocess
 import sys
 import time
@@ -17,7 +18,7 @@ from typing import Final
 import pytest
 
 from control.plan.network import NetworkSettings
-from tests.host.deploy_machine import Machine, MachineError, machine, missing_programs
+from tests.host.deploy_machine import Machine, MachineError, drop_in, machine, missing_programs
 from tests.host.deploy_paths import SERVE, ways_of_packets
 from tests.host.deploy_site import BIN, ECHO_PORT, IMAGE, INDEX, KEY, PORT, WELL, Site
 from tests.support.engine import PrivateEngine
@@ -238,23 +239,18 @@ def _names_do_not_leave(site: Site, session: str) -> None:
 
 def test_flushed_rules_forbid_launches_and_come_back_by_themselves(site: Site) -> None:
     target = site.machine
-    # A site's difference is a drop-in: here a shorter wait.
-    target.run("mkdir", "-p", "/run/systemd/system/opificia-firewall.timer.d")
     shorter = "[Timer]\nOnActiveSec=\nOnActiveSec=1s\nOnUnitInactiveSec=\nOnUnitInactiveSec=5s\n"
-    target.run("sh", "-c", "cat > /run/systemd/system/opificia-firewall.timer.d/test.conf", stdin=shorter)
-    target.run("systemctl", "daemon-reload")
-    # Held while it is looked at what control makes of it.
-    target.run("systemctl", "stop", "opificia-firewall.timer", "opificia-firewall.service")
-    for family in ("inet", "bridge"):
-        target.run("nft", "delete", "table", family, "opificia0")
-    wait_until(lambda: not site.in_order(), "what control finds", timeout_s=180)
-    with pytest.raises(MachineError, match="host prepare"):
+    with drop_in(target, "opificia-firewall.timer", shorter):
+        # Held while it is looked at what control makes of it.
+        target.run("systemctl", "stop", "opificia-firewall.timer", "opificia-firewall.service")
+        for family in ("inet", "bridge"):
+            target.run("nft", "delete", "table", family, "opificia0")
+        wait_until(lambda: not site.in_order(), "what control finds", timeout_s=180)
+        with pytest.raises(MachineError, match="host prepare"):
+            site.opificia("run", IMAGE, "--", "true")
+        target.run("systemctl", "start", "opificia-firewall.timer")
+        wait_until(site.in_order, "a host in order", timeout_s=180)
         site.opificia("run", IMAGE, "--", "true")
-    target.run("systemctl", "start", "opificia-firewall.timer")
-    wait_until(site.in_order, "a host in order", timeout_s=180)
-    site.opificia("run", IMAGE, "--", "true")
-    target.run("rm", "-r", "/run/systemd/system/opificia-firewall.timer.d")
-    target.run("systemctl", "daemon-reload")
     assert "loaded the firewall rules" in target.run("journalctl", "--unit=opificia-firewall", "--no-pager")
 
 
@@ -270,16 +266,47 @@ def test_neither_a_reload_nor_a_restart_refuses_a_connection_or_cuts_tunnel_or_s
     assert site.found("steady", session) == WELL
 
 
-def test_sessions_outlive_a_killed_daemon(site: Site) -> None:
+def test_sessions_outlive_a_killed_daemon_and_no_request_after_it_is_refused(site: Site) -> None:
     target = site.machine
-    session = site.start_session("hardy", "sleep", "600")
+    session = site.start_connecting("hardy")
     for unit in _DAEMONS:
         before = target.await_unit(unit)
         target.run("systemctl", "kill", "--signal=KILL", unit)
         target.await_unit(unit, not_pid=before)
         wait_until(site.in_order, f"a host in order after {unit}", timeout_s=180)
         assert site.in_sandbox("hardy", "echo", "alive") == "alive"
-    site.opificia("stop", "hardy")
+    # What was open is cut, and tells so; what came later waited for the grants.
+    outcomes = site.found("hardy", session)
+    assert [each for each in outcomes if each.startswith("HTTP/") and each != WELL[0]] == []
+    entries = [
+        json.loads(line)
+        for line in target.run("journalctl", "--unit=opificia-gateway", "--output=json", "--no-pager").splitlines()
+    ]
+    died = max(n for n, each in enumerate(entries) if "code=killed" in each["MESSAGE"])
+    since = {
+        said: next(each for each in entries[died:] if said in each["MESSAGE"])
+        for said in ("ended without handing over", "serving sandboxes", "control brought")
+    }
+    for said, entry in since.items():
+        after_us = int(entry["__MONOTONIC_TIMESTAMP"]) - int(entries[died]["__MONOTONIC_TIMESTAMP"])
+        print(f"{after_us / 1e6:.3f} s after the gateway was killed: {said}")
+
+
+def test_a_daemon_that_finds_no_memory_comes_back_when_there_is_some_and_sessions_live_on(site: Site) -> None:
+    target = site.machine
+    session = site.start_session("thrifty", "sleep", "600")
+    for unit in _DAEMONS:
+        # Less than it takes to start: the kernel kills it again and again.
+        with drop_in(target, f"{unit}.service", "[Service]\nMemoryHigh=infinity\nMemoryMax=16M\n"):
+            target.run("systemctl", "restart", "--no-block", unit)
+            wait_until(
+                lambda: target.run("systemctl", "show", "--property=NRestarts", "--value", unit) not in ("", "0"),  # noqa: B023
+                f"the end of {unit} for want of memory",
+                timeout_s=180,
+            )
+        wait_until(site.in_order, f"a host in order after {unit}", timeout_s=180)
+        assert site.in_sandbox("thrifty", "echo", "alive") == "alive"
+    site.opificia("stop", "thrifty")
     session.communicate()
 
 
@@ -342,14 +369,23 @@ def test_an_upgrade_and_the_way_back_cut_neither_tunnel_nor_session(site: Site) 
     site.bundle(_NEXT)
     session = site.start_connecting("upgraded")
     site.play("site.yml", opificia_version=_NEXT)
-    assert site.version() == _NEXT
+    assert site.version() == _gateway_version(target) == _NEXT
     assert site.in_sandbox("upgraded", "echo", "alive") == "alive"
     assert set(target.run("ls", _RELEASES).split()) == {"0.0.3", "0.1.0", _NEXT}
     assert set(target.run("ls", _IMAGES).split()) == images
-    site.play("site.yml", opificia_version="0.1.0")
-    assert site.version() == "0.1.0"
+    # The way back with a gateway that stays as it is when it is asked to reload: the play finds that out.
+    with drop_in(target, "opificia-gateway.service", "[Service]\nExecReload=\nExecReload=/bin/true\n"):
+        site.play("site.yml", opificia_version="0.1.0", gateway_reload_wait_s=1)
+    assert site.version() == _gateway_version(target) == "0.1.0"
     target.await_unit("opificia-firewall.timer")
     assert site.found("upgraded", session) == WELL
+
+
+def _gateway_version(target: Machine) -> str:
+    """Return the release whose code the gateway's main process has loaded, whatever the link says by now."""
+    maps = target.run("cat", f"/proc/{target.await_unit('opificia-gateway')}/maps")
+    loaded: set[str] = set(re.findall(f"{_RELEASES}/([^/]+)/", maps))
+    return "+".join(sorted(loaded))
 
 
 def test_uninstalling_leaves_the_machine_as_it_was(site: Site) -> None:
