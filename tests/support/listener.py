@@ -77,7 +77,7 @@ class Listener:
         # A task that is cancelled before its first step does nothing, not even in `finally`.
         await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE_S):
-            while self.tasks or self._open:
+            while self._forget_closed() or self.tasks:
                 for task in self.tasks:
                     if not task.cancelling():
                         task.cancel()
@@ -85,7 +85,6 @@ class Listener:
                     if transport is not None:
                         transport.abort()
                 await asyncio.sleep(0)
-                self._forget_closed()
 
     async def __aenter__(self) -> Self:
         return self
@@ -110,8 +109,10 @@ class Listener:
             return  # no TLS after all, or gone already; the loop closes the socket
         self._open[sock] = transport
 
-    def _forget_closed(self) -> None:
+    def _forget_closed(self) -> bool:
+        """Forget connections that are closed, which may not be aborted any more; tell whether others are open."""
         self._open = {sock: transport for sock, transport in self._open.items() if sock.fileno() >= 0}
+        return bool(self._open)
 
 
 class StreamServer(Listener):

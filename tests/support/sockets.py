@@ -59,7 +59,10 @@ def drop_at_end(writer: asyncio.StreamWriter) -> None:
 async def drop_clients() -> None:
     """Drop every connection that a failed test left open: else its ResourceWarning fails a test that comes after."""
     while _connected:
-        _connected.pop().transport.abort()
+        writer = _connected.pop()
+        # asyncio's transports may not be aborted after they have closed.
+        if writer.get_extra_info("socket").fileno() >= 0:
+            writer.transport.abort()
     # A transport closes its socket in the loop's next turn.
     await asyncio.sleep(0)
 

@@ -49,6 +49,19 @@ def test_a_server_that_stops_at_any_moment_leaves_no_connection_open(
     assert [str(each.message) for each in caught] == []
 
 
+async def test_what_has_closed_before_is_left_alone_by_a_stop() -> None:
+    async def write_much_and_close(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        # The transport closes later, when all is sent.
+        writer.write(bytes(10_000_000))
+        writer.close()
+
+    async with StreamServer(write_much_and_close, ("127.0.0.1", 0)) as server:
+        client = await Client.connect(("127.0.0.1", server.port))
+        assert len(await client.read_to_end()) == 10_000_000
+        await client.close()
+    await drop_clients()
+
+
 async def test_a_client_that_nobody_closed_is_dropped_at_the_end() -> None:
     async with StreamServer(write_more_than_is_read, ("127.0.0.1", 0)) as server:
         client = await Client.connect(("127.0.0.1", server.port))
