@@ -22,7 +22,6 @@ MAX_ENV_ENTRIES: Final = 1_000
 MAX_RULES: Final = 1_000
 # A DNS name is at most 253 characters (RFC 1035 §2.3.4); "*." and ":65535" come on top.
 MAX_RULE_CHARACTERS: Final = 262
-# JSON numbers are exact up to 2^53 (RFC 8259 §6).
 # The engine itself refuses less than 6 MiB; a shell with a runner needs about 30.
 MIN_MEMORY_BYTES: Final = 64 * MIB
 MIN_PIDS: Final = 16

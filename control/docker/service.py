@@ -95,11 +95,6 @@ class DockerService:
         """Return what a launch must know of an image, None when the engine does not have it. Never pulls."""
         return await self.images.facts(reference)
 
-    async def image_id(self, reference: str) -> str | None:
-        """Return an image's id, None when the engine does not have it."""
-        facts = await self.images.facts(reference)
-        return None if facts is None else facts.id
-
     async def create(self, plan: ContainerPlan) -> str:
         """Make a container and return its id."""
 

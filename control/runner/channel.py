@@ -319,7 +319,6 @@ class NotAllowedError(Exception):
 
     def __init__(self, refusal: NotAllowed) -> None:
         super().__init__(str(refusal))
-        self.refusal = refusal
 
 
 def _kept(message: Sequenced) -> Sequenced:
