@@ -7,6 +7,7 @@ runs when the garbage collector comes by. A `Listener` knows every connection fr
 """
 
 import asyncio
+import contextlib
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Coroutine
@@ -81,8 +82,12 @@ class Listener:
                 for task in self.tasks:
                     if not task.cancelling():
                         task.cancel()
-                for transport in self._open.values():
-                    if transport is not None:
+                for sock, transport in self._open.items():
+                    if self._tls is not None:
+                        # A transport of TLS that was closed twice cannot be aborted (CPython 3.11), but sees this.
+                        with contextlib.suppress(OSError):
+                            sock.shutdown(socket.SHUT_RDWR)
+                    elif transport is not None:
                         transport.abort()
                 await asyncio.sleep(0)
 

@@ -48,21 +48,22 @@ class Reply:
         return self.headers.get("x-opificia-reason")
 
 
-_connected: set[asyncio.StreamWriter] = set()
+_connected: list[tuple[asyncio.WriteTransport, socket.socket]] = []
 
 
 def drop_at_end(writer: asyncio.StreamWriter) -> None:
     """Have a connection dropped by `drop_clients`, should it be open then."""
-    _connected.add(writer)
+    # As it is before TLS: what stands for a connection then is not to be had when it has closed.
+    _connected.append((writer.transport, writer.get_extra_info("socket")))
 
 
 async def drop_clients() -> None:
     """Drop every connection that a failed test left open: else its ResourceWarning fails a test that comes after."""
     while _connected:
-        writer = _connected.pop()
+        transport, sock = _connected.pop()
         # asyncio's transports may not be aborted after they have closed.
-        if writer.get_extra_info("socket").fileno() >= 0:
-            writer.transport.abort()
+        if sock.fileno() >= 0:
+            transport.abort()
     # A transport closes its socket in the loop's next turn.
     await asyncio.sleep(0)
 

@@ -62,6 +62,36 @@ async def test_what_has_closed_before_is_left_alone_by_a_stop() -> None:
     await drop_clients()
 
 
+@LOOPS
+def test_a_tls_connection_that_its_client_leaves_open_ends_with_the_server(
+    new_loop: Callable[[], asyncio.AbstractEventLoop],
+) -> None:
+    authority = Authority()
+
+    async def close_twice(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(await reader.readexactly(1))
+        writer.close()
+
+    async def talk() -> None:
+        server = StreamServer(close_twice, ("127.0.0.1", 0), tls=authority.server_context("a.example"))
+        with socket.create_connection(("127.0.0.1", server.port)) as plain:
+
+            def ask() -> bytes:
+                with authority.client_context().wrap_socket(plain.dup(), server_hostname="a.example") as peer:
+                    peer.send(b"x")
+                    return peer.recv(1)
+
+            assert await asyncio.to_thread(ask) == b"x"
+            await server.stop()
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(talk())
+        gc.collect()
+    assert [str(each.message) for each in caught] == []
+
+
 async def test_a_client_that_nobody_closed_is_dropped_at_the_end() -> None:
     async with StreamServer(write_more_than_is_read, ("127.0.0.1", 0)) as server:
         client = await Client.connect(("127.0.0.1", server.port))
