@@ -76,8 +76,11 @@ class World:
         self._end()
 
     def _end(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            self._run(self._stop())
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join()
-        self._loop.close()
+        try:
+            with contextlib.suppress(TimeoutError):
+                self._run(self._stop())
+        finally:
+            # Whatever failed: the interpreter does not end before its threads.
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._loop.close()
