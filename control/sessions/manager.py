@@ -72,6 +72,7 @@ class SessionManager:
         self._addresses: dict[str, IPv4Address] = {}
         # Containers of launches that were cut, to be gone before the next launch of their sessions.
         self._leftovers: dict[str, str] = {}
+        self._unpacking: set[str] = set()
         self._last_address: IPv4Address | None = None
         self._position = 0
         self._group: asyncio.TaskGroup | None = None
@@ -115,9 +116,16 @@ class SessionManager:
     async def unpack_input(self, session: str, archive: Path) -> None:
         """Unpack a tar into the session's /in. Raises NoSuchSessionError, WrongStateError, folders.InputError."""
         record = await self._record(session)
-        if record.life.state is not SessionState.CREATED or record.life.waiting:
+        asked = record.life.waiting or self.admission.position(session) is not None
+        if record.life.state is not SessionState.CREATED or asked:
             raise WrongStateError(f"input comes before launch; the session is {record.life.state}")
-        await asyncio.to_thread(folders.unpack_input, record.folder, archive, self._services.limits.in_bytes)
+        if session in self._unpacking:
+            raise WrongStateError("another input is being unpacked")
+        self._unpacking.add(session)
+        try:
+            await asyncio.to_thread(folders.unpack_input, record.folder, archive, self.in_limit)
+        finally:
+            self._unpacking.discard(session)
 
     async def launch(self, session: str) -> StoredSession:
         """Queue a session for its start.
@@ -135,6 +143,8 @@ class SessionManager:
             return record.view()
         queued = record.life.state is SessionState.CREATED
         if queued:
+            if session in self._unpacking:
+                raise WrongStateError("its input is still being unpacked")
             self.admission.enqueue(session, Demand(record.stored.memory_bytes, record.stored.cpus))
         try:
             result = await self._services.recorder.record(record, LaunchRequested(), patient=False)

@@ -4,6 +4,7 @@ import asyncio
 import io
 import json
 import tarfile
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.db.database import StoreUnavailableError
 from control.plan.session import Reason, SessionState
 from control.runner.messages import Encoding, Stream
+from control.sessions import folders
 from control.spec import SandboxSpec
 from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
@@ -309,6 +311,31 @@ async def test_input_is_unpacked_before_the_launch(client: ControlClient, host: 
     assert sorted(path.name for path in folder.iterdir()) == ["in"]
     await client.launch(session)
     assert await problem(client.put_input(session, archive())) == (409, "wrong_state")
+    await client.ended(session)
+
+
+async def test_neither_a_launch_nor_another_input_comes_between_while_input_is_unpacked(
+    client: ControlClient, host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    unpack_input = folders.unpack_input
+
+    def slowly(*arguments: Any) -> None:
+        begun.set()
+        go_on.wait()
+        unpack_input(*arguments)
+
+    monkeypatch.setattr(folders, "unpack_input", slowly)
+    session = (await client.create(spec("true"))).id
+    first = asyncio.create_task(client.put_input(session, archive()))
+    try:
+        await asyncio.to_thread(begun.wait, PATIENCE_S)
+        assert await problem(client.launch(session)) == (409, "wrong_state")
+        assert await problem(client.put_input(session, archive())) == (409, "wrong_state")
+    finally:
+        go_on.set()
+        await first
+    await client.launch(session)
     await client.ended(session)
 
 
