@@ -78,6 +78,8 @@ class AuditLog:
         # Lines by session, and how many in all; the thread takes them at once. The lock is held for no longer than that.
         self._queued: dict[str, list[bytes]] = {}
         self._waiting = 0
+        # Sessions that are over: their files are closed behind their last lines.
+        self._over: list[str] = []
         self._lock = threading.Lock()
         self._written: dict[str, int] = {}
         self._files: OrderedDict[str, _File] = OrderedDict()
@@ -135,8 +137,12 @@ class AuditLog:
             self._wake.set()
 
     def forget(self, session: str) -> None:
-        """Drop what is kept in memory about a session that is over. Its file stays and its lines still count."""
+        """Drop what is kept open about a session that is over. Its file stays and its lines still count."""
         self._written.pop(session, None)
+        if self._directory is not None:
+            with self._lock:
+                self._over.append(session)
+            self._wake.set()
 
     def close(self) -> None:
         """Write what is queued and stop."""
@@ -162,8 +168,12 @@ class AuditLog:
     def _flush(self) -> None:
         with self._lock:
             batches, self._queued, self._waiting = self._queued, {}, 0
+            over, self._over = self._over, []
         for session, lines in batches.items():
             self._append(session, lines)
+        for session in over:
+            if (file := self._files.pop(session, None)) is not None:
+                os.close(file.fd)
 
     def _append(self, session: str, lines: list[bytes]) -> None:
         try:

@@ -90,8 +90,11 @@ class App:
         if (folder := config.audit.dir) and not os.access(folder, os.W_OK | os.X_OK):
             raise StartError(f"[audit] dir {folder} cannot be written; make it, with the gateway's user as its owner")
         audit = AuditLog(config.audit.dir, config.limits.max_egress_log_lines)
+        metrics = Metrics()
+        metrics.held = registry.held
+        registry.on_gone = audit.forget
         try:
-            self.gateway = Gateway(config, registry, audit, Metrics(), self._key)
+            self.gateway = Gateway(config, registry, audit, metrics, self._key)
         except (ModelKeyError, ProviderError) as error:
             audit.close()
             raise StartError(str(error)) from error

@@ -5,7 +5,7 @@ prometheus_client's own counters take a lock and two checks each time, which eig
 """
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Final
 
 from prometheus_client import CollectorRegistry, generate_latest
@@ -85,6 +85,8 @@ class Metrics(Collector):
         self.overload_source = Count()
         self.overload_descriptors = Count()
         self.tunnels = Count()
+        # Connection slots and pipes that sessions hold now: theirs to tell.
+        self.held: Callable[[], tuple[int, int]] = lambda: (0, 0)
         self.resolve_seconds = Distribution()
         self.connect_seconds = Distribution()
         self.slot_wait_seconds = Distribution()
@@ -115,6 +117,9 @@ class Metrics(Collector):
         }
         yield _counter("overloads", "Connections refused for want of room", ("what",), overloads)
         yield GaugeMetricFamily(_PREFIX + "tunnels", "Tunnels open now", value=self.tunnels.value)
+        slots, pipes = self.held()
+        yield GaugeMetricFamily(_PREFIX + "slots_held", "Connection slots that sessions hold now", value=slots)
+        yield GaugeMetricFamily(_PREFIX + "pipes_held", "Pipes with bytes of sessions in flight now", value=pipes)
         yield self.resolve_seconds.family("resolve_seconds", "Time of name look-ups that were not cached")
         yield self.connect_seconds.family("connect_seconds", "Time to reach external hosts")
         yield self.slot_wait_seconds.family(

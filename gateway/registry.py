@@ -165,12 +165,19 @@ class Registry:
         self.ready = ready
         # Told of each session whose connections were closed here because they are granted no more.
         self.on_cut: Callable[[str], None] = lambda _session: None
+        # Told of each session that is known no more, after its last connection was closed.
+        self.on_gone: Callable[[str], None] = lambda _session: None
 
     def __iter__(self) -> Iterator[Session]:
         return iter(list(self._sessions.values()))
 
     def __len__(self) -> int:
         return len(self._sessions)
+
+    def held(self) -> tuple[int, int]:
+        """Return how many connection slots and pipes all sessions hold."""
+        sessions = self._sessions.values()
+        return sum(session.slots.held for session in sessions), sum(session.pipes for session in sessions)
 
     def get(self, session_id: str) -> Session | None:
         """Return the session, or None."""
@@ -234,6 +241,7 @@ class Registry:
             self._release_address(session)
             session.close(CloseReason.REVOKED)
             self.on_cut(session_id)
+            self.on_gone(session_id)
         return session
 
     def cut(self, session_id: str) -> None:

@@ -79,3 +79,6 @@ class Unfinished:
                 line.session, line.event, line.kind, line.host, line.port, line.address, line.reason,
                 line.bytes_up, line.bytes_down, line.ms, at=line.ts.timestamp(),
             )  # fmt: skip
+        # Their sessions may have ended meanwhile. Those that go on lose nothing by it.
+        for session in {line.session for line in lines}:
+            audit.forget(session)

@@ -125,7 +125,6 @@ class ContractServer:
                     problems = ()
                     if (session := registry.revoke(session_id)) is not None:
                         self._send(writer, UsageReport(self._epoch, session.id, session.usage(), final=True))
-                        self._gateway.audit.forget(session.id)
             for problem in problems:
                 log.error("a grant is refused: %s", problem)
             self._send(writer, Ack(message.serial, problems))

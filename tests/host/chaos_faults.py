@@ -33,7 +33,7 @@ from tests.support.postgres import Postgres
 
 # How long a fault that has a length lasts.
 LENGTH_S: Final = 2.0
-READY_S: Final = 90.0
+READY_S: Final = 180.0
 TRIES_S: Final = 5.0
 # A query takes its time to be given up, and its failure is remembered for a while.
 NAME_S: Final = TRIES_S + FAILURE_TTL_S
@@ -52,6 +52,8 @@ class World:
     names: DnsServer
     # File systems of the test's own, with what control and the gateway write.
     disks: tuple[Path, ...]
+    # Where the gateway's metrics are, host and port.
+    metrics: str
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def answering(names: DnsServer) -> None:
 
 async def _memory_eaten(world: World) -> None:
     """A sandbox takes all memory that it may have, and is killed for it; the others must not notice."""
-    view = await ended(world.control, await launch(world.control, f"exec {EAT}"))
+    view = await ended(world.control, await launch(world.control, f"exec {EAT}"), READY_S)
     # Whether the engine hears of the kill before the end is its own affair under such a load.
     assert view.exit_code == 137, view
 
@@ -223,10 +225,14 @@ FAULTS: Final = (
 
 @dataclass
 class Schedule:
-    """Does every fault once and then any, in an order that `seed` decides, until `seconds` have passed."""
+    """Does faults in an order that `seed` decides: each once, and again until `seconds` have passed.
+
+    With `few`, only so many, and the one that kills the engine, which has the most to lose.
+    """
 
     world: World
     seed: int
+    few: int = 0
     windows: list[Window] = field(default_factory=list)
 
     async def run(self, seconds: float) -> None:
@@ -237,7 +243,7 @@ class Schedule:
         first = True
         while first or time.time() < until_s:
             if not left:
-                left = rng.sample(FAULTS, len(FAULTS))
+                left = self._order(rng)
             fault = left.pop()
             begin = time.time()
             await fault.act(self.world)
@@ -245,6 +251,15 @@ class Schedule:
             self.windows.append(Window(fault, begin, time.time()))
             first = first and bool(left)
             await asyncio.sleep(rng.uniform(0.5, 1.5))
+
+    def _order(self, rng: random.Random) -> list[Fault]:
+        order = rng.sample(FAULTS, len(FAULTS))
+        if not self.few:
+            return order
+        killing = next(fault for fault in order if fault.act is _engine_killed)
+        order.remove(killing)
+        order.insert(rng.randrange(self.few + 1), killing)
+        return order[: self.few + 1]
 
     async def _healthy(self, fault: Fault) -> None:
         try:

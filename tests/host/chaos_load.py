@@ -16,6 +16,8 @@ from tests.support.listener import StreamServer
 
 HOST: Final = "bulk.chaos.test"
 END: Final = "/work/end"
+# The load is over, and all that it had can be given back, before the session ends.
+LEAVE: Final = "/work/leave"
 TUNNELS: Final = 3
 STREAMS: Final = 2
 
@@ -117,6 +119,8 @@ for thread in threads:
 for thread in threads:
     thread.join()
 print(json.dumps({{"number": count + 1, "kind": "end"}}), flush=True)
+while not os.path.exists("{LEAVE}"):
+    time.sleep(0.1)
 sys.exit(9)
 """
 WORKER_EXIT: Final = 9

@@ -60,10 +60,10 @@ async def launch(control: ControlClient, script: str = "", **fields: Any) -> str
     return view.id
 
 
-async def ended(control: ControlClient, session: str) -> SessionView:
+async def ended(control: ControlClient, session: str, patience_s: float = PATIENCE_S) -> SessionView:
     """Wait for the end, across restarts of the daemon."""
-    async with asyncio.timeout(PATIENCE_S):
-        async for _ in control.follow_events(session, PATIENCE_S):
+    async with asyncio.timeout(patience_s):
+        async for _ in control.follow_events(session, patience_s):
             pass
     return await control.get(session)
 

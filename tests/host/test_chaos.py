@@ -3,8 +3,8 @@
 At the end: every byte was right, and whatever failed failed while something that may cut it was under way; every session is in
 a true final state with its whole output; nothing is left of any; the audit log has the connections that were made.
 
-Every fault once, which takes about a minute, with `OPIFICIA_CHAOS_SECONDS=1`. Longer, or the same again:
-`OPIFICIA_CHAOS_SECONDS=3600 OPIFICIA_CHAOS_SEED=7 pytest -rP tests/host/test_chaos.py`.
+A few faults in every run of the tests; every fault once, which takes a minute or two, with `OPIFICIA_CHAOS_SECONDS=1`. Longer, or
+the same again: `OPIFICIA_CHAOS_SECONDS=3600 OPIFICIA_CHAOS_SEED=7 pytest -rP tests/host/test_chaos.py`.
 """
 
 import asyncio
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import docker
 import pytest
 
@@ -31,8 +32,9 @@ from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 from gateway.contract.limits import MIB
 from gateway.contract.policy import NetworkLevel
+from gateway.net.pipes import MAX_PIPES
 from tests.host.chaos_faults import Schedule, Window, World, answering
-from tests.host.chaos_load import END, HOST, TUNNELS, WORKER, WORKER_EXIT, Operation, far_side, operations
+from tests.host.chaos_load import END, HOST, LEAVE, TUNNELS, WORKER, WORKER_EXIT, Operation, far_side, operations
 from tests.host.lives import SETTINGS, ended, execute, how, log, nothing_left, ready, until
 from tests.support import identities
 from tests.support.dns_server import DnsServer
@@ -46,9 +48,17 @@ from tests.support.sandbox import IMAGE
 SECONDS = float(os.environ.get("OPIFICIA_CHAOS_SECONDS", "0"))
 # One order by default, so that two runs of all tests ask the same; 0 draws one.
 SEED = int(os.environ.get("OPIFICIA_CHAOS_SEED", "12")) or random.SystemRandom().randrange(1, 1 << 31)
+FEW = 0 if SECONDS else 3
 WORKERS = 2
 # What is killed is seen a moment later by whoever used it.
 SLACK_S = 2.0
+# What the daemons keep open for the next use: connections to the model API; to the engine (a thread each) and the database.
+POOLED = {
+    ("gateway", "socket"): 8,
+    ("gateway", "pipe"): 2 * MAX_PIPES,
+    ("control", "socket"): 40,
+    ("control", "pipe"): 0,
+}
 # The last one: control could not open the session's logs, for want of descriptors.
 NEVER_RAN = (Reason.ENGINE_ERROR, Reason.HOST_NOT_READY, Reason.GATEWAY_UNAVAILABLE, Reason.CONTROL_ERROR)
 PATIENCE_S = 180.0
@@ -84,7 +94,9 @@ class ChaosHost(PrivateHost):
 
     gateway: Manager  # type: ignore[misc,assignment]
 
-    def __init__(self, engine: PrivateEngine, model: Model, disks: tuple[Path, Path], url: str, names: str) -> None:
+    def __init__(
+        self, engine: PrivateEngine, model: Model, disks: tuple[Path, Path], url: str, names: str, metrics: str
+    ) -> None:
         self._disks = disks
         # For hours, and for a machine that does other things too.
         limits = {"log_bytes": 16 * MIB, "hello_timeout_ms": 60_000, "runner_reconnect_ms": 60_000}
@@ -95,6 +107,7 @@ class ChaosHost(PrivateHost):
             "store": {"url": url},
         }
         gateway: dict[str, dict[str, Any]] = {
+            "listen": {"metrics": metrics},
             "egress": {"allow_loopback": True, "nameservers": [names]},
             "limits": {"drain_ms": 5_000, "max_egress_log_lines": 1_000_000},
         }
@@ -136,10 +149,15 @@ def names_port() -> int:
 
 
 @pytest.fixture(scope="module")
+def metrics() -> str:
+    return f"127.0.0.1:{free_port()}"
+
+
+@pytest.fixture(scope="module")
 def host(
-    engine: PrivateEngine, model: Model, disks: tuple[Path, Path], postgres: Postgres, names_port: int
+    engine: PrivateEngine, model: Model, disks: tuple[Path, Path], postgres: Postgres, names_port: int, metrics: str
 ) -> Iterator[PrivateHost]:
-    with ChaosHost(engine, model, disks, postgres.url(), f"127.0.0.1:{names_port}") as private:
+    with ChaosHost(engine, model, disks, postgres.url(), f"127.0.0.1:{names_port}", metrics) as private:
         yield private
         print(private.logs())
 
@@ -153,11 +171,12 @@ async def world(
     postgres: Postgres,
     disks: tuple[Path, Path],
     names_port: int,
+    metrics: str,
 ) -> AsyncIterator[World]:
     async with DnsServer(port=names_port) as names:
         answering(names)
         await ready(control)
-        yield World(host, engine, docker_client, control, postgres, names, disks)
+        yield World(host, engine, docker_client, control, postgres, names, disks, metrics)
 
 
 @dataclass(frozen=True)
@@ -239,13 +258,55 @@ def audit(world: World, session: str) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines]
 
 
-def sockets(pid: int) -> int:
-    """Return how many sockets a process has open."""
-    found = 0
+def descriptors(pid: int) -> Counter[str]:
+    """Return what a process has open: sockets, pipes and the like by their kind, files by their path."""
+    found: Counter[str] = Counter()
     for entry in Path(f"/proc/{pid}/fd").iterdir():
         with contextlib.suppress(FileNotFoundError):
-            found += str(entry.readlink()).startswith("socket:")
+            name = str(entry.readlink())
+            found[name if name.startswith("/") else name.partition(":")[0]] += 1
     return found
+
+
+async def gauges(address: str) -> dict[str, float]:
+    """Return what the gateway says that sessions hold."""
+    async with aiohttp.ClientSession() as client, client.get(f"http://{address}/metrics") as answer:
+        lines = (await answer.text()).splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(values[f"opificia_gateway_{name}"]) for name in ("tunnels", "slots_held", "pipes_held")}
+
+
+async def given_back(world: World) -> None:
+    """Wait until the gateway holds nothing for the sessions that are there and do nothing more."""
+    left: dict[str, float] = {}
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            while any((left := await gauges(world.metrics)).values()):
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise AssertionError(f"the gateway still holds {left}") from None
+
+
+def left_open(world: World, before: dict[str, Counter[str]], sessions: list[str]) -> list[str]:
+    """Return what the daemons have open that they had not at first, or of sessions that have ended."""
+    found = []
+    for name, pid in (("gateway", world.host.gateway.pid), ("control", world.host.control.pid)):
+        now = descriptors(pid)
+        found += [f"{name}: {path}" for path in now if any(session in path for session in sessions)]
+        more = {kind: now[kind] - before[name][kind] for kind in ("socket", "pipe") if now[kind] > before[name][kind]}
+        found += [f"{name}: {count} more of kind {kind}" for kind, count in more.items() if count > POOLED[name, kind]]
+    return found
+
+
+async def unknown_folders(world: World) -> list[str]:
+    """Return folders that belong to no session."""
+    known: set[str] = set()
+    cursor = ""
+    while True:
+        page = await world.control.list(cursor=cursor)
+        known |= {each.id for each in page.sessions}
+        if not (cursor := page.next or ""):
+            return [path.name for path in world.host.sessions.iterdir() if path.name not in known]
 
 
 def report(schedule: Schedule, load: list[Operation], shorts: int) -> None:
@@ -259,31 +320,37 @@ def report(schedule: Schedule, load: list[Operation], shorts: int) -> None:
     print(f"{dict(kinds)}, {shorts} short sessions")
 
 
-# Not in every run yet: in one of eight a session that ended while the engine was killed had lost its output without a word.
-@pytest.mark.skipif(not SECONDS, reason="chaos is asked for: OPIFICIA_CHAOS_SECONDS=1 (every fault once) or more")
 @pytest.mark.timeout(SECONDS + 900)
 async def test_nothing_is_lost_whatever_dies(world: World) -> None:
     print(f"OPIFICIA_CHAOS_SEED={SEED}")
-    schedule = Schedule(world, SEED)
+    schedule = Schedule(world, SEED, FEW)
     over = asyncio.Event()
     async with far_side() as port:
-        before = sockets(world.host.gateway.pid)
+        before = {"gateway": descriptors(world.host.gateway.pid), "control": descriptors(world.host.control.pid)}
         spec = SandboxSpec(
             image=IMAGE,
             network=NetworkLevel.OPEN,
             command=("python3", "-c", WORKER, str(port), str(SEED)),
         )
         workers = [await asked(world.control, spec) for _ in range(WORKERS)]
-        await until(lambda: all(log(world.host, each) for each in workers), "the first operation of each")
+        await until(lambda: all(log(world.host, each) for each in workers), "the first operation of each", PATIENCE_S)
         launching = asyncio.create_task(short_sessions(world.control, over))
         await schedule.run(SECONDS)
         over.set()
         shorts = await launching
-        load: list[Operation] = []
         for session in workers:
             assert (await execute(world.control, session, "touch", END))[0] == 0
+        await until(
+            lambda: all(log(world.host, each).endswith(b'"kind": "end"}\n') for each in workers),
+            "the end of the load",
+            PATIENCE_S,
+        )
+        await given_back(world)
+        load: list[Operation] = []
         for session in workers:
-            view = await ended(world.control, session)
+            assert (await execute(world.control, session, "touch", LEAVE))[0] == 0
+        for session in workers:
+            view = await ended(world.control, session, PATIENCE_S)
             assert how(view) == (SessionState.EXITED, Reason.EXIT_CODE, WORKER_EXIT), f"{view}"
             load += operations(log(world.host, session))
     report(schedule, load, len(shorts))
@@ -292,12 +359,18 @@ async def test_nothing_is_lost_whatever_dies(world: World) -> None:
     assert not odd, f"{len(odd)} operations failed by nothing that was done, or were wrong: {odd[:5]}"
     problems = [await problem_of(world, each, windows) for each in shorts]
     assert [problem for problem in problems if problem] == []
-    await nothing_left(
-        world.host, world.control, world.docker_client, *workers, *(each.session for each in shorts), volumes=False
-    )
+    sessions = [*workers, *(each.session for each in shorts)]
+    await nothing_left(world.host, world.control, world.docker_client, *sessions, volumes=False)
+    # The engine counts a mount too many of what outlived its restart (docs/operations.md), and keeps the volume.
+    restarts = [window.end for window in windows if window.fault.name.startswith("engine")]
+    later = [each.session for each in shorts if each.begin > max(restarts)]
+    await nothing_left(world.host, world.control, world.docker_client, *later)
+    assert await unknown_folders(world) == []
     check_audit(world, workers, windows)
-    # No socket of any connection that is over.
-    await until(lambda: sockets(world.host.gateway.pid) <= before + 8, "sockets of the gateway given back")
+    try:
+        await until(lambda: not left_open(world, before, sessions), "descriptors given back")
+    except AssertionError:
+        raise AssertionError(f"left open: {left_open(world, before, sessions)}") from None
 
 
 def check_audit(world: World, workers: list[str], windows: list[Window]) -> None:

@@ -1,5 +1,6 @@
 """The metrics port: two paths, one request a connection, nothing else."""
 
+import asyncio
 import os
 import tempfile
 
@@ -7,6 +8,7 @@ import pytest
 
 from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
+from tests.support.patience import PATIENCE_S
 from tests.support.sockets import Client, Reply, echo_server
 
 TUNNEL = ("s1", "token-of-a-test")
@@ -30,8 +32,34 @@ async def test_metrics_are_text_and_count_what_happened(gateway: GatewayProcess)
         assert reply.headers["content-type"].startswith("text/plain; version=0.0.4")
         lines = reply.body.decode().splitlines()
         assert "opificia_gateway_tunnels 1.0" in lines
+        assert "opificia_gateway_slots_held 1.0" in lines
         assert 'opificia_gateway_decisions_total{kind="connect",reason="allowed"} 1.0' in lines
         assert 'opificia_gateway_connect_seconds_bucket{le="+Inf"} 1.0' in lines
+
+
+async def test_slots_and_pipes_are_counted_while_they_are_held(gateway: GatewayProcess) -> None:
+    async def held() -> list[str]:
+        lines = (await ask(gateway, get("/metrics"))).body.decode().splitlines()
+        return [
+            line.rsplit(" ", 1)[1]
+            for line in lines
+            if line.startswith(("opificia_gateway_pipes_h", "opificia_gateway_slots_h"))
+        ]
+
+    async with echo_server() as server, await gateway.client() as client:
+        assert (await client.tunnel(f"127.0.0.1:{server.port}", TUNNEL)).status == 200
+        # More than the echo's buffers and ours hold: nobody reads what comes back.
+        sending = asyncio.create_task(client.send(bytes(50_000_000)))
+        async with asyncio.timeout(PATIENCE_S):
+            while (now := await held()) in (["0.0", "1.0"], ["0.0", "0.0"]):
+                await asyncio.sleep(0.01)
+        assert float(now[0]) >= 1
+        assert now[1] == "1.0"
+        sending.cancel()
+        client.reset()
+        async with asyncio.timeout(PATIENCE_S):
+            while await held() != ["0.0", "0.0"]:
+                await asyncio.sleep(0.01)
 
 
 async def test_health_tells_whether_sessions_are_known(gateway: GatewayProcess) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from gateway.access import AuditLog
 from gateway.core.verdict import DenyReason
+from tests.support.processes import wait_until
 
 
 def write(log: AuditLog, host: str = "example.com", session: str = "s1") -> None:
@@ -122,6 +123,26 @@ def test_more_sessions_than_files_may_be_open_are_all_written(tmp_path: Path) ->
     log.close()
     assert len(list(tmp_path.iterdir())) == 200
     assert len(lines(tmp_path, "s0")) == 11
+
+
+def test_the_file_of_a_session_that_is_over_is_closed_behind_its_last_line(tmp_path: Path) -> None:
+    def opened() -> list[str]:
+        return [
+            found
+            for each in Path("/proc/self/fd").iterdir()
+            if (found := os.path.realpath(each)).startswith(str(tmp_path))
+        ]
+
+    log = AuditLog(str(tmp_path), 10)
+    for session in ("s1", "s2"):
+        write(log, session=session)
+    wait_until(lambda: len(opened()) == 2, "both files")
+    write(log, session="s1")
+    log.forget("s1")
+    wait_until(lambda: opened() == [str(tmp_path / "s2.log")], "one file closed")
+    assert len(lines(tmp_path, "s1")) == 2
+    log.close()
+    assert opened() == []
 
 
 def test_a_full_disk_loses_lines_and_says_so_but_not_the_process(tmp_path: Path) -> None:
