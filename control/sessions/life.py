@@ -7,6 +7,7 @@ final state recorded. Container, volume and address are then the manager's to ta
 
 import asyncio
 import logging
+import time
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -48,6 +49,11 @@ class Life:
         self._services = services
         self._token = token
         self._adopted = not token
+        # Once begun, time is told by the clock that nobody sets. What a session that is taken up had of its time only the other
+        # clock knows; if its launch is in the future by now, that was set back.
+        self._begun = time.monotonic()
+        now = now_ms()
+        self._gone_before_s = max(0, now - (record.life.launched_at or now)) / 1000 if self._adopted else 0.0
         self._grace_ms = services.limits.stop_grace_ms if grace_ms is None else grace_ms
         # A grace was named; one that is named while the container has its grace already shortens that.
         self._hurried = asyncio.Event()
@@ -251,9 +257,8 @@ class Life:
 
     async def _time_limit(self) -> None:
         allowed_ms = self.record.spec.time_limit_ms or self._services.limits.session_time_ms
-        # Read once, for whoever is taken up: the clock may be set at any time. A launch in the future was before it was set back.
-        gone_ms = max(0, now_ms() - (self.record.life.launched_at or now_ms()))
-        await asyncio.sleep(max(0, allowed_ms - gone_ms) / 1000)
+        gone_s = self._gone_before_s + time.monotonic() - self._begun
+        await asyncio.sleep(max(0.0, allowed_ms / 1000 - gone_s))
         raise EndError(Reason.TIME_LIMIT, f"the session's time of {allowed_ms / 1000:g} s is over")
 
     # Take down.

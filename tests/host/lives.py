@@ -8,7 +8,7 @@ from typing import Any, Final
 import docker
 
 from control.api.types import RunBroken, RunCompleted, RunOutput, RunRequest, SessionView
-from control.client import ControlClient
+from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 from gateway.contract.limits import MIB
@@ -65,7 +65,16 @@ async def ended(control: ControlClient, session: str, patience_s: float = PATIEN
     async with asyncio.timeout(patience_s):
         async for _ in control.follow_events(session, patience_s):
             pass
-    return await control.get(session)
+        while True:
+            try:
+                return await control.get(session)
+            except ControlUnavailableError:
+                await asyncio.sleep(0.2)
+            except ControlError as error:
+                # Its database is away.
+                if error.problem.status != 503:
+                    raise
+                await asyncio.sleep(0.2)
 
 
 async def running(control: ControlClient, session: str) -> None:

@@ -1,7 +1,8 @@
 """The playbook against a server of its own: deployed, used, hit, upgraded, rolled back, and taken away again.
 
 One machine and one pass: each test goes on from what the one before it left, so after a failure the others fail at once.
-What a step took is printed at the end.
+What a step took is printed at the end. Chaos alone, for an hour, in an order of one's own:
+`OPIFICIA_CHAOS_SECONDS=3600 OPIFICIA_CHAOS_SEED=7 scripts/test -m deploy -rP tests/host/test_deploy.py -k "becomes or whatever"`.
 """
 
 import contextlib
@@ -17,10 +18,14 @@ from typing import Final
 
 import pytest
 
+from control.client import ControlClient
 from control.plan.network import NetworkSettings
+from tests.host.chaos_deployed import Deployed, breakable
+from tests.host.chaos_verdict import chaos
 from tests.host.deploy_machine import Machine, MachineError, drop_in, machine, missing_programs
 from tests.host.deploy_paths import SERVE, ways_of_packets
 from tests.host.deploy_site import BIN, ECHO_PORT, IMAGE, INDEX, KEY, PORT, WELL, Site
+from tests.host.test_chaos import SECONDS, SEED
 from tests.support.engine import PrivateEngine
 from tests.support.hostside import listening
 from tests.support.processes import spawn, stop, wait_until
@@ -386,6 +391,18 @@ def _gateway_version(target: Machine) -> str:
     maps = target.run("cat", f"/proc/{target.await_unit('opificia-gateway')}/maps")
     loaded: set[str] = set(re.findall(f"{_RELEASES}/([^/]+)/", maps))
     return "+".join(sorted(loaded))
+
+
+# Every fault once takes minutes, and all tests have a quarter of an hour together.
+@pytest.mark.skipif(not SECONDS, reason="chaos on the deployed host is asked for: OPIFICIA_CHAOS_SECONDS=1 or more")
+@pytest.mark.timeout(SECONDS + 1800)
+async def test_nothing_is_lost_whatever_happens_to_the_host(site: Site) -> None:
+    print(f"OPIFICIA_CHAOS_SEED={SEED}")
+    target = site.machine
+    with breakable(target) as outside:
+        root = target.root
+        async with ControlClient(f"unix:{root}/run/opificia/api/control.sock") as control:
+            await chaos(Deployed(target, root, control, outside), SECONDS, SEED)
 
 
 def test_uninstalling_leaves_the_machine_as_it_was(site: Site) -> None:
