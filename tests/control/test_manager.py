@@ -180,6 +180,20 @@ async def test_a_clock_that_is_set_changes_nothing_about_the_time_limit(
     assert (await host.ended(other)).life.reason is Reason.TIME_LIMIT
 
 
+async def test_a_clock_set_forward_during_a_launch_takes_nothing_of_the_time_limit(
+    host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    host.engine.hold["start"] = asyncio.Event()
+    session = await host.launch("sleep", "1000", time_limit_ms=3_600_000)
+    await until(lambda: "start" in host.engine.calls, "the start")
+    real = life.now_ms
+    monkeypatch.setattr(life, "now_ms", lambda: real() + 86_400_000)
+    host.engine.hold["start"].set()
+    assert (await host.state(session, S.RUNNING, S.FAILED)).life.state is S.RUNNING
+    await host.manager.stop(session, 0)
+    assert (await host.ended(session)).life.reason is Reason.STOPPED_BY_USER
+
+
 async def test_four_ends_have_four_reasons(host: Host) -> None:
     async def end(act: Any, *command: str) -> Reason | None:
         before = set(host.engine.containers)

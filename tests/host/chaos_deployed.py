@@ -20,6 +20,7 @@ from control.client import ControlClient, ControlUnavailableError
 from gateway.contract.limits import MIB
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
+from tests.host.chaos_windows import Fault, Window
 from tests.host.deploy_machine import Machine, drop_in
 from tests.host.deploy_site import KEY
 from tests.host.lives import SETTINGS
@@ -70,29 +71,6 @@ class Deployed:
     async def main_pid(self, unit: str, *, not_pid: str = "") -> str:
         """Wait until a unit is active, and return its main process."""
         return await asyncio.to_thread(self.target.await_unit, unit, not_pid=not_pid, timeout_s=READY_S)
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`cuts`: kinds of things that may fail while it lasts, and for `after_s`: `tunnel`, `model`, `launch`, `session`."""
-
-    name: str
-    act: Callable[[Deployed], Awaitable[None]]
-    cuts: frozenset[str] = frozenset()
-    after_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Window:
-    """A fault as it happened, in seconds since the epoch."""
-
-    fault: Fault
-    begin: float
-    end: float
-
-    def explains(self, kind: str, begin: float, end: float) -> bool:
-        """Tell whether something of this kind that failed between two times may have failed by it."""
-        return kind in self.fault.cuts and begin <= self.end + self.fault.after_s and end >= self.begin
 
 
 def _by_systemd(verb: str, unit: str) -> Callable[[Deployed], Awaitable[None]]:
@@ -177,7 +155,7 @@ def set_clock(target: Machine, offset_s: int) -> None:
 
 _ALL: Final = frozenset({"tunnel", "model", "launch"})
 ENGINE: Final = "engine restarted"
-FAULTS: Final = (
+FAULTS: Final[tuple[Fault[Deployed], ...]] = (
     Fault("gateway killed", _by_systemd("kill", GATEWAY), _ALL),
     # A model stream has a while to end at a restart, and all of its time at a reload.
     Fault("gateway restarted", _by_systemd("restart", GATEWAY), frozenset({"model"})),
@@ -204,7 +182,7 @@ class Schedule:
     seed: int
     # Called when the sandboxes that ran have ended with the engine.
     again: Callable[[], Awaitable[None]]
-    windows: list[Window] = field(default_factory=list)
+    windows: list[Window[Deployed]] = field(default_factory=list)
 
     async def run(self, seconds: float) -> None:
         """Break, wait until the host is well again, break the next."""
@@ -224,7 +202,7 @@ class Schedule:
                 await asyncio.sleep(rng.uniform(0.2, 0.8))
             first = False
 
-    async def _healthy(self, fault: Fault) -> None:
+    async def _healthy(self, fault: Fault[Deployed]) -> None:
         try:
             async with asyncio.timeout(READY_S):
                 while True:

@@ -1,8 +1,6 @@
 """What the chaos test does to a host, one thing at a time in an order that a seed decides, and what each may cut.
 
-Not done: a jump of the clock. CLOCK_REALTIME belongs to the whole machine (time_namespaces(7) covers the monotonic clocks
-alone), and the machine is not the test's. That time limits and orders survive one is shown with a clock of the test's own
-(tests/control/test_record.py, tests/unit/core/test_budget.py).
+The clock is set by tests/host/chaos_deployed.py and tests/host/test_clock.py, for the daemons alone.
 """
 
 import asyncio
@@ -12,7 +10,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -24,6 +22,7 @@ from control.plan.firewall import rules
 from control.plan.network import NetworkSettings
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
+from tests.host.chaos_windows import Fault, Window
 from tests.host.lives import EAT, ended, launch, until
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.engine import PrivateEngine
@@ -54,33 +53,6 @@ class World:
     disks: tuple[Path, ...]
     # Where the gateway's metrics are, host and port.
     metrics: str
-
-
-@dataclass(frozen=True)
-class Fault:
-    """`cuts`: kinds of things that may fail while it lasts, and for `after_s`: `tunnel`, `model`, `launch`.
-
-    And `exit`: with live-restore a container that ends while the engine is away loses what it has printed since, and in the
-    moment in which the engine goes also its exit code, which is 255 then (Docker 20.10).
-    """
-
-    name: str
-    act: Callable[[World], Awaitable[None]]
-    cuts: frozenset[str] = frozenset()
-    after_s: float = 0.0
-
-
-@dataclass(frozen=True)
-class Window:
-    """A fault as it happened, in seconds since the epoch."""
-
-    fault: Fault
-    begin: float
-    end: float
-
-    def explains(self, kind: str, begin: float, end: float) -> bool:
-        """Tell whether something of this kind that failed between two times may have failed by it."""
-        return kind in self.fault.cuts and begin <= self.end + self.fault.after_s and end >= self.begin
 
 
 async def _in_thread(act: Callable[[], object]) -> None:
@@ -233,13 +205,13 @@ class Schedule:
     world: World
     seed: int
     few: int = 0
-    windows: list[Window] = field(default_factory=list)
+    windows: list[Window[World]] = field(default_factory=list)
 
     async def run(self, seconds: float) -> None:
         """Break, wait until the host is well again, break the next."""
         rng = random.Random(self.seed)
         until_s = time.time() + seconds
-        left: list[Fault] = []
+        left: list[Fault[World]] = []
         first = True
         while first or time.time() < until_s:
             if not left:
@@ -252,7 +224,7 @@ class Schedule:
             first = first and bool(left)
             await asyncio.sleep(rng.uniform(0.5, 1.5))
 
-    def _order(self, rng: random.Random) -> list[Fault]:
+    def _order(self, rng: random.Random) -> list[Fault[World]]:
         order = rng.sample(FAULTS, len(FAULTS))
         if not self.few:
             return order
@@ -261,7 +233,7 @@ class Schedule:
         order.insert(rng.randrange(self.few + 1), killing)
         return order[: self.few + 1]
 
-    async def _healthy(self, fault: Fault) -> None:
+    async def _healthy(self, fault: Fault[World]) -> None:
         try:
             async with asyncio.timeout(READY_S):
                 while True:

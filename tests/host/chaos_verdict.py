@@ -12,8 +12,9 @@ from control.api.types import SessionView
 from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 from gateway.contract.policy import NetworkLevel
-from tests.host.chaos_deployed import GATEWAY, PORT, READY_S, Deployed, Schedule, Window
+from tests.host.chaos_deployed import GATEWAY, PORT, READY_S, Deployed, Schedule
 from tests.host.chaos_load import END, HOST, LEAVE, TUNNELS, WORKER, WORKER_EXIT, Operation
+from tests.host.chaos_windows import Window
 from tests.host.lives import ended, execute, how
 from tests.host.test_chaos import NEVER_RAN, SLACK_S, Short, asked
 from tests.support.sandbox import IMAGE
@@ -128,15 +129,15 @@ async def _one_after_the_other(world: Deployed, over: asyncio.Event, made: list[
         await ended(world.control, session, READY_S)
 
 
-def _explained(windows: list[Window], kind: str, begin: float, end: float) -> bool:
+def _explained(windows: list[Window[Deployed]], kind: str, begin: float, end: float) -> bool:
     return any(window.explains(kind, begin - SLACK_S, end + SLACK_S) for window in windows)
 
 
-def _is_right(each: Operation, windows: list[Window]) -> bool:
+def _is_right(each: Operation, windows: list[Window[Deployed]]) -> bool:
     return not each.wrong and (not each.error or _explained(windows, each.kind, each.begin, each.end))
 
 
-async def _problem(world: Deployed, short: Short, windows: list[Window]) -> str:
+async def _problem(world: Deployed, short: Short, windows: list[Window[Deployed]]) -> str:
     """Wait for the end of a short session; return what is not as it should be, empty if nothing."""
     view = await ended(world.control, short.session, READY_S)
     until = (world.root / f"var/lib/opificia/sessions/{short.session}/events.jsonl").stat().st_mtime
@@ -156,10 +157,13 @@ def _was_busy(view: SessionView) -> bool:
 
 
 async def _nothing_left(world: Deployed, sessions: set[str]) -> None:
-    async with asyncio.timeout(READY_S):
-        while left := await _left(world, sessions):
-            await asyncio.sleep(0.5)
-            assert left
+    left = sessions
+    try:
+        async with asyncio.timeout(READY_S):
+            while left := await _left(world, sessions):
+                await asyncio.sleep(0.5)
+    except TimeoutError:
+        raise AssertionError(f"something is left of {left}") from None
 
 
 async def _left(world: Deployed, sessions: set[str]) -> set[str]:
@@ -183,7 +187,7 @@ async def _sockets(world: Deployed) -> int:
 
 
 def _check_audit(
-    world: Deployed, session: str, operations: list[Operation], windows: list[Window], *, cut: bool
+    world: Deployed, session: str, operations: list[Operation], windows: list[Window[Deployed]], *, cut: bool
 ) -> None:
     """Hold the audit log against what a sandbox saw: a line for each connection that was made, and one for its end."""
     path = world.root / f"var/log/opificia/egress/{session}.log"

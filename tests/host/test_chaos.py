@@ -33,8 +33,9 @@ from control.spec import SandboxSpec
 from gateway.contract.limits import MIB
 from gateway.contract.policy import NetworkLevel
 from gateway.net.pipes import MAX_PIPES
-from tests.host.chaos_faults import Schedule, Window, World, answering
+from tests.host.chaos_faults import Schedule, World, answering
 from tests.host.chaos_load import END, HOST, LEAVE, TUNNELS, WORKER, WORKER_EXIT, Operation, far_side, operations
+from tests.host.chaos_windows import Window
 from tests.host.lives import SETTINGS, ended, execute, how, log, nothing_left, ready, until
 from tests.support import identities
 from tests.support.dns_server import DnsServer
@@ -223,18 +224,18 @@ async def short_sessions(control: ControlClient, over: asyncio.Event) -> list[Sh
     return made
 
 
-def explained(windows: list[Window], kind: str, begin: float, end: float) -> bool:
+def explained(windows: list[Window[World]], kind: str, begin: float, end: float) -> bool:
     return any(window.explains(kind, begin - SLACK_S, end + SLACK_S) for window in windows)
 
 
-def unexplained(found: list[Operation], windows: list[Window]) -> list[Operation]:
+def unexplained(found: list[Operation], windows: list[Window[World]]) -> list[Operation]:
     """Return what failed with nothing under way that may cut it, and whatever was other than it should be."""
     return [
         each for each in found if each.wrong or (each.error and not explained(windows, each.kind, each.begin, each.end))
     ]
 
 
-async def problem_of(world: World, short: Short, windows: list[Window]) -> str:
+async def problem_of(world: World, short: Short, windows: list[Window[World]]) -> str:
     """Wait for the end of a short session; return what is not as it should be, empty if nothing."""
     async with asyncio.timeout(PATIENCE_S):
         view = await ended(world.control, short.session)
@@ -373,7 +374,7 @@ async def test_nothing_is_lost_whatever_dies(world: World) -> None:
         raise AssertionError(f"left open: {left_open(world, before, sessions)}") from None
 
 
-def check_audit(world: World, workers: list[str], windows: list[Window]) -> None:
+def check_audit(world: World, workers: list[str], windows: list[Window[World]]) -> None:
     """Hold the audit log against what the workers saw: a line for each connection that was made, and one for its end."""
     kills = sum(window.fault.name == "gateway killed" for window in windows)
     for session in workers:
