@@ -235,7 +235,7 @@ def breakable(target: Machine) -> Iterator["subprocess.Popen[bytes]"]:
             wait_until(lambda log=log: bool(log.read_bytes()), argv[2])  # type: ignore[misc]
             processes.append(process)
         target.put(library(), str(_FAKETIME))
-        stack.callback(target.run, "rm", "-r", str(_FAKETIME.parent))
+        stack.callback(target.run, "rm", "-r", str(_FAKETIME.parent), str(_CLOCK))
         set_clock(target, 0)
         environment = " ".join(f"{name}={value}" for name, value in faked(_FAKETIME, _CLOCK).items())
         # Last of all: both run again as they did.
