@@ -22,6 +22,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from control import VERSION
+from control.api.bearer import Bearer
 from control.api.server import api_application
 from control.api.types import Health
 from control.config import ControlConfig, unix_path
@@ -264,7 +265,7 @@ class Control:
         async def health() -> Health:
             return await self._health(manager)
 
-        def application(bearer: str = "") -> web.Application:
+        def application(bearer: Bearer | None = None) -> web.Application:
             return api_application(
                 manager, self.link, health, registry(figures), Path(config.paths.egress_logs), bearer
             )
@@ -274,7 +275,8 @@ class Control:
             token = _read(config.listen.token_file, "[listen] token_file").strip()
             if len(token) < MIN_BEARER_CHARACTERS:
                 raise StartError(f"[listen] token_file must hold at least {MIN_BEARER_CHARACTERS} characters")
-            await stack.enter_async_context(_site(application(token), config.listen.tcp, API_SHUTDOWN_S))
+            bearer = Bearer(token)
+            await stack.enter_async_context(_site(application(bearer), config.listen.tcp, API_SHUTDOWN_S, bearer))
 
     async def _health(self, manager: SessionManager) -> Health:
         problems = list(await self._host.problems(HEALTH_PATIENCE_S))
@@ -328,7 +330,9 @@ def _raise_first(tasks: list[asyncio.Task[None]]) -> None:
 
 
 @asynccontextmanager
-async def _site(app: web.Application, address: str, shutdown_s: float) -> AsyncIterator[None]:
+async def _site(
+    app: web.Application, address: str, shutdown_s: float, bearer: Bearer | None = None
+) -> AsyncIterator[None]:
     try:
         listening = listen(parse_address(address))
     except ListenError as error:
@@ -338,10 +342,13 @@ async def _site(app: web.Application, address: str, shutdown_s: float) -> AsyncI
         app, access_log=None, logger=_http_log, shutdown_timeout=shutdown_s, handler_cancellation=True
     )
     await runner.setup()
+    assert runner.server is not None
+    make = runner.server if bearer is None else bearer.connections(runner.server)
+    server = await asyncio.get_running_loop().create_server(make, sock=listening)
     try:
-        await web.SockSite(runner, listening).start()
         yield
     finally:
+        server.close()
         await runner.cleanup()
         listening.close()
 

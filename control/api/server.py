@@ -1,6 +1,5 @@
 """The API's application: handlers by the names of their routes, errors as problems, a bearer token where it is on TCP."""
 
-import hmac
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Final
@@ -10,9 +9,10 @@ from aiohttp import web
 from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CollectorRegistry, generate_latest
 
+from control.api.bearer import Bearer
 from control.api.gateway import GatewayHandlers
 from control.api.openapi import document
-from control.api.problems import ProblemError, problem_middleware
+from control.api.problems import problem_middleware
 from control.api.routes import OPERATIONS
 from control.api.sessions import SessionHandlers, json_response
 from control.api.streams import StreamHandlers
@@ -30,9 +30,9 @@ def api_application(
     health: Callable[[], Awaitable[Health]],
     metrics: CollectorRegistry,
     egress_logs: Path,
-    bearer: str = "",
+    bearer: Bearer | None = None,
 ) -> web.Application:
-    """Return the API; with `bearer`, every request must carry that token."""
+    """Return the API; with `bearer`, every request must carry its token."""
     sessions = SessionHandlers(manager)
     streams = StreamHandlers(manager, egress_logs)
     gateway = GatewayHandlers(manager, link)
@@ -66,21 +66,8 @@ def api_application(
         "metrics": show_metrics,
         "openapi": show_openapi,
     }
-    middlewares: list[Middleware] = [problem_middleware, *([_bearer_middleware(bearer)] if bearer else [])]
+    middlewares: list[Middleware] = [problem_middleware, *([bearer.middleware()] if bearer else [])]
     app = web.Application(middlewares=middlewares, client_max_size=MAX_BODY_BYTES)
     for operation in OPERATIONS:
         app.router.add_route(operation.method, operation.path, handlers[operation.name])
     return app
-
-
-def _bearer_middleware(token: str) -> Middleware:
-    expected = f"Bearer {token}".encode()
-
-    @web.middleware
-    async def check(request: web.Request, handler: Handler) -> web.StreamResponse:
-        given = request.headers.get("Authorization", "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, expected):
-            raise ProblemError(401, "unauthorized", "this address needs the bearer token of [listen] token_file")
-        return await handler(request)
-
-    return check

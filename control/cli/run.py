@@ -5,6 +5,7 @@ import contextlib
 import signal
 import sys
 import tempfile
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO, Final, TextIO
@@ -92,17 +93,18 @@ async def run_session(client: ControlClient, spec: SandboxSpec, options: RunOpti
     """Run a session to its end and return the exit code of this program."""
     progress = Progress(options)
     try:
-        session = await client.create(spec)
-        try:
-            if options.in_dir is not None:
-                await _upload(client, session.id, options.in_dir)
-            progress.update(await client.launch(session.id))
-            session = await _follow(client, session.id, progress, options)
-        except BaseException:
-            # Nobody would see its end: our output is closed, or it would wait for its launch for ever.
-            with contextlib.suppress(ControlError, ControlUnavailableError):
-                await client.stop(session.id)
-            raise
+        async with _packed(options.in_dir) as archive:
+            session = await client.create(spec)
+            try:
+                if archive is not None:
+                    await client.put_input(session.id, archive)
+                progress.update(await client.launch(session.id))
+                session = await _follow(client, session.id, progress, options)
+            except BaseException:
+                # Nobody would see its end: our output is closed, or it would wait for its launch for ever.
+                with contextlib.suppress(ControlError, ControlUnavailableError):
+                    await client.stop(session.id)
+                raise
     finally:
         progress.close()
     if options.out_dir is not None:
@@ -128,14 +130,19 @@ async def _hint(client: ControlClient, session: str) -> None:
             print(f"opificia: {what} refused by the gateway; see `opificia egress {session}`", file=sys.stderr)
 
 
-async def _upload(client: ControlClient, session: str, folder: Path) -> None:
+@contextlib.asynccontextmanager
+async def _packed(folder: Path | None) -> AsyncIterator[BinaryIO | None]:
+    """The folder as a tar, made before there is a session: one that cannot be read must not leave one behind."""
+    if folder is None:
+        yield None
+        return
     with tempfile.TemporaryFile() as archive:
         try:
             await asyncio.to_thread(pack, folder, archive)
         except ArchiveError as error:
             fail(f"{error}; check --in", EXIT_HOST)
         archive.seek(0)
-        await client.put_input(session, archive)
+        yield archive
 
 
 async def _follow(client: ControlClient, session: str, progress: Progress, options: RunOptions) -> SessionView:

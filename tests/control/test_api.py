@@ -1,6 +1,7 @@
 """The API over a real unix socket: what it gives, what it refuses, and how it says so."""
 
 import asyncio
+import contextlib
 import io
 import json
 import tarfile
@@ -24,9 +25,11 @@ from control.sessions import folders
 from control.spec import SandboxSpec
 from gateway.contract.policy import Usage
 from tests.control.conftest import Host, until
+from tests.support.gateway_process import free_port
 from tests.support.patience import PATIENCE_S
 
 S = SessionState
+TOKEN = "t" * 40
 
 
 @pytest.fixture
@@ -489,19 +492,69 @@ async def test_the_document_describes_every_route(http: aiohttp.ClientSession) -
         assert name in document["components"]["schemas"], reference
 
 
-async def test_on_tcp_every_request_needs_the_token(stopped_host: Host) -> None:
-    from tests.support.gateway_process import free_port
-
+@pytest.fixture
+async def on_tcp(stopped_host: Host, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The API on TCP, where callers have little time for the token and room for few; its address."""
+    monkeypatch.setattr("control.api.bearer.TOKEN_WITHIN_S", 2.0)
+    monkeypatch.setattr("control.api.bearer.MAX_STRANGERS", 3)
     token = stopped_host.root / "token"
-    token.write_text("t" * 40 + "\n")
-    port = free_port()
-    stopped_host.settings["listen"] = {"tcp": f"127.0.0.1:{port}", "token_file": str(token)}
+    token.write_text(TOKEN + "\n")
+    address = f"127.0.0.1:{free_port()}"
+    stopped_host.settings["listen"] = {"tcp": address, "token_file": str(token)}
     await stopped_host.start()
-    async with ControlClient(f"http://127.0.0.1:{port}", "t" * 40) as client:
+    return address
+
+
+async def test_on_tcp_every_request_needs_the_token(on_tcp: str) -> None:
+    async with ControlClient(f"http://{on_tcp}", TOKEN) as client:
         assert (await client.list()).sessions == ()
-    for wrong in ("", "x" * 40, "t" * 39):
-        async with ControlClient(f"http://127.0.0.1:{port}", wrong) as client:
+    for wrong in ("", "x" * 40, TOKEN[1:]):
+        async with ControlClient(f"http://{on_tcp}", wrong) as client:
             assert await problem(client.list()) == (401, "unauthorized")
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        b"",
+        b"GET /v1/sessions HTTP/1.1\r\nHost:",
+        b"GET /v1/sessions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer x\r\n\r\n",
+    ],
+    ids=["nothing", "half a head", "a wrong token"],
+)
+async def test_on_tcp_a_caller_without_the_token_is_cut(on_tcp: str, said: bytes) -> None:
+    reader, writer = await asyncio.open_connection(*on_tcp.split(":"))
+    writer.write(said)
+    async with asyncio.timeout(60):
+        with contextlib.suppress(ConnectionResetError):
+            while await reader.read(4096):
+                pass
+    writer.close()
+
+
+async def test_on_tcp_a_caller_with_the_token_stays(on_tcp: str) -> None:
+    reader, writer = await asyncio.open_connection(*on_tcp.split(":"))
+    stranger, strangers_writer = await asyncio.open_connection(*on_tcp.split(":"))
+    request = f"GET /v1/sessions HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {TOKEN}\r\n\r\n".encode()
+    for _ in range(2):
+        writer.write(request)
+        head = await reader.readuntil(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200 ")
+        await reader.readexactly(int(head.lower().split(b"content-length: ")[1].split(b"\r\n")[0]))
+        # The second time after a stranger who came later has been cut.
+        async with asyncio.timeout(60):
+            with contextlib.suppress(ConnectionResetError):
+                assert await stranger.read() == b""
+    for each in (writer, strangers_writer):
+        each.close()
+
+
+async def test_on_tcp_a_crowd_without_the_token_keeps_nobody_out(on_tcp: str) -> None:
+    crowd = [await asyncio.open_connection(*on_tcp.split(":")) for _ in range(10)]
+    async with ControlClient(f"http://{on_tcp}", TOKEN) as client:
+        assert (await client.list()).sessions == ()
+    for _, writer in crowd:
+        writer.close()
 
 
 async def test_no_daemon_is_told(tmp_path: Path) -> None:

@@ -203,11 +203,12 @@ async def test_the_time_limit_is_exit_code_124(host: Host) -> None:
     assert (code, "time_limit" in err) == (124, True)
 
 
-async def test_input_that_cannot_be_packed_leaves_no_session_waiting(host: Host) -> None:
+async def test_input_that_cannot_be_packed_leaves_no_session_behind(host: Host) -> None:
     code, _, err = await opificia(host, "run", "sandbox", "--in", "/nowhere", "--", "true")
     assert code == 125
     assert err == "opificia: /nowhere is not a folder; check --in\n"
-    await until(lambda: not host.manager.records(), "the clean-up")
+    code, out, _ = await opificia(host, "sessions", "--json")
+    assert (code, json.loads(out)["sessions"]) == (0, [])
 
 
 async def test_sessions_logs_events_and_egress_are_shown(host: Host) -> None:
