@@ -77,9 +77,22 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
             help="one more peer; {port} is where it must listen, {upstream} (model) the provider's URL",
         )
         suite.add_argument("--scenario", action="append", metavar="NAME", help="only this, or all that begin so")
-    suite.set_defaults(litellm=False)
+    suite.set_defaults(fetch=[])
     if name == "model":
-        suite.add_argument("--litellm", action="store_true", help="also LiteLLM's proxy, installed from PyPI at first")
+        suite.add_argument(
+            "--litellm",
+            action="append_const",
+            dest="fetch",
+            const="litellm",
+            help="also LiteLLM's proxy, installed from PyPI at first",
+        )
+        suite.add_argument(
+            "--portkey",
+            action="append_const",
+            dest="fetch",
+            const="portkey",
+            help="also Portkey's gateway, installed from npm at first",
+        )
     if name != "sandbox":
         suite.add_argument("--rounds", type=at_least(1), default=3)
     if proxies or everything:

@@ -147,6 +147,10 @@ def _model(judge_: _Judge) -> list[Goal]:
             "first byte at a quarter of saturation: p99 at most the aiohttp relay's",
             *relay("first-byte", "first_p99_us"), "us", 0, 1,
         ),
+        judge_.ratio(
+            "first byte at 1,000 requests a second: p99 at most the aiohttp relay's",
+            *relay("first-byte-1000", "first_p99_us"), "us", 0, 1,
+        ),
         Goal(
             "1,000 streams of 50 events a second: none falls behind",
             "not measured" if delivered is None else f"{delivered:.1%} delivered in time",

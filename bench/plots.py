@@ -56,7 +56,7 @@ _LATENCIES: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     ),
     ("connect-latency", "", {"a connection, 32 at a time": "connections", "TLS": "connections-tls"}),
     ("model-latency", "", {"a small request": "requests-small", "a large one": "requests-large"}),
-    ("model-first-byte", "first_", {"first byte, quarter load": "first-byte", "of busy streams": "events-stream"}),
+    ("model-first-byte", "first_", {"first byte, quarter load": "first-byte", "1,000/s": "first-byte-1000", "of busy streams": "events-stream"}),
     ("model-lateness", "late_", {"late, 10 events/s": "paced-1000", "50 events/s": "paced-1000-fast"}),
 )  # fmt: skip
 

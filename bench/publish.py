@@ -38,7 +38,10 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
         ("CPU µs each", "events-stream", "cpu_us_per_event", ".1f"),
         ("first byte at a quarter of saturation: p50 µs", "first-byte", "first_p50_us", ",.0f"),
         ("p99 µs", "first-byte", "first_p99_us", ",.0f"),
+        ("at 1,000/s: p50 µs", "first-byte-1000", "first_p50_us", ",.0f"),
+        ("p99 µs", "first-byte-1000", "first_p99_us", ",.0f"),
         ("1,000 streams of 10 events/s: late p50 µs", "paced-1000", "late_p50_us", ",.0f"),
+        ("CPU µs each", "paced-1000", "cpu_us_per_event", ".1f"),
         ("of 50/s: in time", "paced-1000-fast", "delivered", ".1%"),
     ),
     "sandbox": (

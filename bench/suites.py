@@ -8,7 +8,7 @@ from typing import Final
 from bench import api, egress, handover, model, peers, sandbox
 from bench.load import compiler
 from bench.peers import Peer
-from bench.peers.litellm import LiteLLM
+from bench.peers.fetched import LiteLLM, Portkey
 from bench.records import Run
 from bench.rounds import Scenario, Settings, expected_s
 
@@ -57,8 +57,9 @@ class _ProxyJob(Job):
         self._chosen: list[Scenario]
         if name == "model":
             self._peers = model.choose_peers(options.peer, options.command)
-            if options.litellm:
-                self._peers.append(LiteLLM())
+            fetched = [kind for kind in (LiteLLM, Portkey) if kind.name in options.fetch]
+            self._peers += [kind() for kind in fetched if not kind.missing()]
+            self.missing = [f"{kind.name}: {kind.missing()}" for kind in fetched if kind.missing()]
             self._chosen = model.scenarios()
         else:
             self._peers, self.missing = peers.choose(options.peer, options.command)

@@ -9,13 +9,14 @@
  * What the provider answers is said by the query: `?bench=small` a short JSON reply, `?bench=events:N` a stream of N events
  * as fast as they are taken, `?bench=paced:N:MS` the same with MS milliseconds between two; or,
  * because not every relay passes a query on, by a model of that name (--model) in the body. Every event holds the moment it was sent,
- * by the clock that both ends share, so that the client knows how late it comes. --token is sent as Bearer credentials.
+ * by the clock that both ends share, so that the client knows how late it comes. --token is sent as Bearer credentials,
+ * --header as a further header line.
  *
  * Output as of load.c. `requests` and `events` time a request from its first byte sent, `first_us` to the reply's first byte.
  */
 #include "common.h"
 
-enum { BODY_MAX = 1 << 20, BUFFER = 1 << 16, EVENT_MAX = 256, HEAD_MAX = 2048 };
+enum { BODY_MAX = 1 << 20, BUFFER = 1 << 16, EVENT_MAX = 256, HEAD_MAX = 2048, HEADERS_MAX = 4 };
 
 static const char DELTA[] =
     "event: content_block_delta\ndata: {\"type\":\"content_block_delta\",\"index\":0,\"delta\":{\"type\":\"text_delta\","
@@ -208,7 +209,8 @@ static int serve(const char **listen_on, int count) {
 /* ---- clients ---- */
 
 static struct {
-    const char *via, *path, *token, *model;
+    const char *via, *path, *token, *model, *header[HEADERS_MAX];
+    int headers;
     long connections, total, body, pace;
     double seconds, warmup, rate;
 } option = {.path = "/v1/messages?bench=small", .model = "claude-bench", .connections = 16, .total = 1000, .body = 2000, .pace = 100, .rate = 100, .seconds = 3, .warmup = 0.5};
@@ -316,12 +318,15 @@ static void open_clients(void) {
 static void prepare_request(void) {
     if (!option.via || option.body < 200 || option.body > BODY_MAX || option.connections < 1) die("an option is missing or out of range");
     request = malloc((size_t)option.body + HEAD_MAX);
-    char authorization[512] = "";
-    if (option.token) snprintf(authorization, sizeof authorization, "Authorization: Bearer %s\r\n", option.token);
+    char more[1024] = "";
+    int length = option.token ? snprintf(more, sizeof more, "Authorization: Bearer %s\r\n", option.token) : 0;
+    for (int i = 0; i < option.headers && length < (int)sizeof more; i++)
+        length += snprintf(more + length, sizeof more - (size_t)length, "%s\r\n", option.header[i]);
+    if (length >= (int)sizeof more) die("--token and --header are too long");
     int size = snprintf(request, HEAD_MAX,
                         "POST %s HTTP/1.1\r\nHost: bench.example\r\nContent-Type: application/json\r\nAccept: application/json\r\n"
                         "anthropic-version: 2023-06-01\r\nUser-Agent: bench\r\n%sContent-Length: %ld\r\n\r\n",
-                        option.path, authorization, option.body);
+                        option.path, more, option.body);
     request_size = (size_t)(size + option.body);
     char *body = request + size;
     int begin = sprintf(body, "{\"model\":\"%s\",\"max_tokens\":1024,\"stream\":%s,\"messages\":[{\"role\":\"user\",\"content\":\"",
@@ -437,7 +442,8 @@ static void run_streams(const char *mode) {
 int main(int argc, char **argv) {
     static const struct option names[] = {
         {"listen", 1, 0, 'l'}, {"via", 1, 0, 'v'}, {"path", 1, 0, 'p'}, {"token", 1, 0, 'k'}, {"connections", 1, 0, 'n'},
-        {"total", 1, 0, 't'}, {"body", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'}, {"pace", 1, 0, 'P'}, {"model", 1, 0, 'm'}, {"rate", 1, 0, 'r'}, {0, 0, 0, 0},
+        {"total", 1, 0, 't'}, {"body", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'}, {"pace", 1, 0, 'P'}, {"model", 1, 0, 'm'}, {"rate", 1, 0, 'r'},
+        {"header", 1, 0, 'H'}, {0, 0, 0, 0},
     };
     const char *listen_on[LISTEN_MAX];
     int listen_count = 0;
@@ -458,6 +464,10 @@ int main(int argc, char **argv) {
         case 'm': option.model = optarg; break;
         case 'P': option.pace = atol(optarg); break;
         case 'r': option.rate = atof(optarg); break;
+        case 'H':
+            if (option.headers == HEADERS_MAX) die("too many --header");
+            option.header[option.headers++] = optarg;
+            break;
         default: return 2;
         }
     }

@@ -4,7 +4,7 @@ import os
 import shlex
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final, Protocol
 
@@ -29,16 +29,20 @@ class ModelRoute:
     query: str = "bench=small"
     # Whether the provider is told by the model's name, because the peer passes no query on.
     by_model: bool = False
+    # Further header lines.
+    headers: tuple[str, ...] = ()
 
     def asking(self, query: str) -> "ModelRoute":
         """Return the same route with another query, which says how the provider is to answer."""
-        return ModelRoute(self.via, self.prefix, self.token, query, self.by_model)
+        return replace(self, query=query)
 
     def arguments(self) -> list[str]:
         """Return the load program's arguments for it."""
         found = ["--via", self.via, "--path", f"{self.prefix}/v1/messages?{self.query}"]
         if self.by_model:
             found += ["--model", self.query]
+        for header in self.headers:
+            found += ["--header", header]
         return [*found, "--token", self.token] if self.token else found
 
 
