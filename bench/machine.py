@@ -20,14 +20,18 @@ _SETTINGS: Final = (
 def describe() -> dict[str, Any]:
     """Return the machine's description as JSON can hold it; no names or addresses."""
     cpu = memory = ""
+    virtual = False
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):
             cpu = line.partition(":")[2].strip()
+        elif line.startswith("flags"):
+            virtual = "hypervisor" in line.split()
     for line in Path("/proc/meminfo").read_text().splitlines():
         if line.startswith("MemTotal"):
             memory = line.partition(":")[2].strip()
     return {
         "cpu": cpu,
+        "virtual": virtual,
         "cores": len(os.sched_getaffinity(0)),
         "memory": memory,
         "kernel": platform.release(),

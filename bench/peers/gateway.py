@@ -14,12 +14,17 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any, ClassVar, Final
 
+import control
 import gateway
 from bench.load import Route
 from bench.names import client_hello
 from bench.peers.base import CheckError, Ground, Peer
-from bench.peers.proxies import SPLICING
 from bench.processes import FIRST_UID, Process, accepts, free_port
+from control.plan.host import ForwarderSettings
+
+# What the forwarder's image holds, and the door there.
+_FORWARDER: Final = Path(control.__file__).parent / "images/forwarder/haproxy.cfg"
+_DOOR: Final = "/door/sandbox.sock"
 
 SESSION: Final = "bench"
 TOKEN: Final = "a-token-for-benchmarks-only-0123456789abcdef"
@@ -202,7 +207,7 @@ class GatewayPeer(Peer):
 
 
 class ForwardedGateway(GatewayPeer):
-    """The same behind HAProxy as it runs in the forwarder's container: TCP in, PROXY v2 out, through a unix socket."""
+    """The same behind HAProxy with the configuration of the forwarder's image: TCP in, PROXY v2 out, through a unix socket."""
 
     name = "gateway+forwarder"
     uid = FIRST_UID + 6
@@ -229,17 +234,27 @@ class ForwardedGateway(GatewayPeer):
     def _start(self, ground: Ground, directory: Path) -> None:
         self._port = free_port()
         config = directory / "haproxy.cfg"
-        config.write_text(
-            f"{SPLICING}"
-            f"listen door\n  bind 127.0.0.1:{self._port}\n"
-            f"  server gateway unix@{directory}/door/sandbox.sock send-proxy-v2\n"
-        )
+        shipped = _FORWARDER.read_text()
+        if shipped.count(_DOOR) != 1:
+            raise CheckError(f"{_FORWARDER.name} has another socket than {_DOOR}")
+        config.write_text(shipped.replace(_DOOR, f"{directory}/door/sandbox.sock"))
         super()._start(ground, directory)
+        plan = ForwarderSettings()
+        # All of the load is one source.
+        settings = {
+            "OPIFICIA_CONNECTIONS": plan.connections,
+            "OPIFICIA_CONNECTIONS_PER_SOURCE": plan.connections,
+            "OPIFICIA_IDLE_TIMEOUT": f"{plan.idle_timeout_s}s",
+            "OPIFICIA_LISTEN": f"127.0.0.1:{self._port}",
+            "OPIFICIA_PIPES": plan.pipes,
+        }
         forwarder = Process(
-            ["haproxy", "-db", "-f", str(config)],
+            # As the image starts it.
+            ["haproxy", "-W", "-db", "-f", str(config)],
             log=directory / "forwarder.log",
             uid=self.forwarder_uid,
             cwd=directory,
+            environment={**os.environ, **{name: str(value) for name, value in settings.items()}},
         )
         self._processes.append(forwarder)
         forwarder.wait_for(lambda: accepts(self._port), "the forwarder")

@@ -14,7 +14,7 @@ from bench.processes import FIRST_UID, Process, accepts, free_port
 
 # HAProxy wants two descriptors a connection and a pipe and refuses to start when they are not there; 20,000 is a usual limit.
 MAX_CONNECTIONS: Final = 9000
-SPLICING: Final = f"""\
+_SPLICING: Final = f"""\
 global
   maxconn {MAX_CONNECTIONS}
   maxpipes 500
@@ -94,7 +94,7 @@ class HAProxy(ProgramPeer):
 
     def _start(self, ground: Ground, directory: Path) -> None:
         self._port, self._tls_port = free_port(), free_port()
-        lines = [SPLICING]
+        lines = [_SPLICING]
         for port, target in ((self._port, ground.plain), (self._tls_port, ground.tls)):
             if target:
                 lines += [f"listen p{port}", f"  bind 127.0.0.1:{port}", f"  server s {target}"]
@@ -125,6 +125,8 @@ class Squid(ProgramPeer):
             "access_log none\n"
             f"cache_log {directory}/cache.log\n"
             "cache_store_log none\n"
+            # Otherwise it keeps counts of each client.
+            "client_db off\n"
             f"pid_filename {directory}/squid.pid\n"
             f"coredump_dir {directory}\n"
             "pinger_enable off\n"
