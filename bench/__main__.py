@@ -15,6 +15,7 @@ from typing import Final
 from rich.console import Console
 
 from bench import micro_runs, profile, publish
+from bench.congestion import CongestionError, under
 from bench.load import LoadError
 from bench.machine import describe
 from bench.plots import PlotsUnavailableError, draw
@@ -77,7 +78,13 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
             help="one more peer; {port} is where it must listen, {upstream} (model) the provider's URL",
         )
         suite.add_argument("--scenario", action="append", metavar="NAME", help="only this, or all that begin so")
-    suite.set_defaults(fetch=[])
+    suite.set_defaults(fetch=[], congestion="")
+    if name == "egress":
+        suite.add_argument(
+            "--congestion",
+            metavar="NAME",
+            help="TCP congestion control of all, in a network namespace of its own (root), such as reno; into egress-NAME.json",
+        )
     if name == "model":
         suite.add_argument(
             "--litellm",
@@ -117,7 +124,7 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
     suite.add_argument("--out", type=Path, metavar="FOLDER", help="of raw results (default: bench/results/DATE-TIME; a quick run: a temporary one)")  # fmt: skip
 
 
-def run_job(work: Job, folder: Path, console: Console) -> int:
+def run_job(work: Job, folder: Path, console: Console, congestion: str = "") -> int:
     """Run a suite. Returns the exit status: 1 when a result does not count, 2 when nothing could be run."""
     now = datetime.now(UTC)
     run = Run(now.strftime("%Y-%m-%d %H:%M UTC"), shlex.join(["python", "-m", "bench", *sys.argv[1:]]), describe())
@@ -133,7 +140,7 @@ def run_job(work: Job, folder: Path, console: Console) -> int:
     if run.failed and not run.records:
         console.print(f"{work.name}: not measured: {'; '.join(run.failed)}", style="red", markup=False)
         return 2
-    file = folder / f"{work.name}.json"
+    file = folder / (f"{work.name}-{congestion}.json" if congestion else f"{work.name}.json")
     run.save(file)
     finish(run, file, console)
     # A peer that did not start is no result either.
@@ -162,7 +169,7 @@ def run_suites(names: Sequence[str], options: argparse.Namespace, console: Conso
     except OSError as error:
         console.print(f"{folder} cannot be written: {error.strerror}", style="red", markup=False)
         return 2
-    return max(run_job(each, folder, console) for each in jobs)
+    return max(run_job(each, folder, console, options.congestion) for each in jobs)
 
 
 def finish(run: Run, file: Path, console: Console) -> None:
@@ -207,6 +214,12 @@ def main() -> int:
             status = run_suites(list(SUITES), options, console)
             return max(status, micro_runs.run(once=options.quick))
         case name:
+            if options.congestion:
+                try:
+                    under(options.congestion, sys.argv[1:])
+                except CongestionError as error:
+                    console.print(str(error), style="red", markup=False)
+                    return 2
             return run_suites([name], options, console)
 
 

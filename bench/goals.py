@@ -62,7 +62,7 @@ class _Judge:
     def disturbed(self, scenario: str, peer: str) -> bool:
         """Tell whether other programs took so much of the machine that a missed limit in seconds says nothing."""
         return any(
-            record.foreign_cpu > FOREIGN_LIMIT
+            (record.foreign_cpu or 0) > FOREIGN_LIMIT
             for record in self._records
             if (record.scenario, record.peer) == (scenario, peer)
         )

@@ -7,9 +7,9 @@ from typing import Any, Final
 
 from bench.load import Client, LoadError, Server
 from bench.machine import Busy
-from bench.processes import cpu_seconds, settled_cpu_seconds
+from bench.processes import cpu_seconds, family, settled_cpu_seconds, thread_seconds
 
-# A process that works for this part of the time is what limits the run.
+# A thread that works for this part of the time is what limits the run.
 _SATURATED: Final = 0.93
 # More of the machine than this in other hands makes rates (not CPU seconds) doubtful.
 FOREIGN_LIMIT: Final = 0.10
@@ -17,9 +17,10 @@ FOREIGN_LIMIT: Final = 0.10
 
 @dataclass(slots=True)
 class Usage:
-    """CPU seconds and wall seconds of a measured window."""
+    """CPU seconds and wall seconds of a measured window. `peer`: of all its processes; `thread`: of its busiest thread."""
 
     peer: float
+    thread: float
     load: float
     server: float
     machine: float
@@ -31,13 +32,13 @@ class Usage:
         capacity = self.seconds * _cores()
         return max(0.0, (self.machine - self.peer - self.load - self.server) / capacity) if capacity else 0.0
 
-    def limited_by(self) -> str:
+    def limited_by(self) -> str | None:
         """Say what was saturated. The load first: when it is, the peer's rate is only a lower bound."""
         if not self.seconds:
-            return ""
+            return None
         if max(self.load, self.server) / self.seconds > _SATURATED:
             return "load"
-        if self.peer / self.seconds > _SATURATED:
+        if self.thread / self.seconds > _SATURATED:
             return "peer"
         if self.machine / self.seconds / _cores() > _SATURATED:
             return "machine"
@@ -48,17 +49,29 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0))
 
 
+@dataclass(frozen=True, slots=True)
+class _Reading:
+    """Seconds that were used up to one end of the window."""
+
+    peer: float
+    server: float
+    machine: float
+    threads: dict[int, float]
+
+
 class Window:
-    """Takes the readings at both ends of a client's measured window."""
+    """Takes the readings at both ends of a client's measured window, of the processes that the peer has at that moment."""
 
     def __init__(self, pids: Sequence[int], server: Server) -> None:
         self._pids = list(pids)
         self._server = server
-        self._start: tuple[float, float, float] | None = None
-        self._stop: tuple[float, float, float] | None = None
+        self._start: _Reading | None = None
+        self._stop: _Reading | None = None
 
-    def _read(self) -> tuple[float, float, float]:
-        return cpu_seconds(self._pids), cpu_seconds([self._server.pid]), Busy.now().busy
+    def _read(self) -> _Reading:
+        pids = family(*self._pids)
+        machine = Busy.now().busy
+        return _Reading(cpu_seconds(pids), cpu_seconds([self._server.pid]), machine, thread_seconds(pids))
 
     def on_event(self, event: str) -> None:
         """Take a reading at `start` and at `stop`."""
@@ -74,12 +87,15 @@ class Window:
         """
         if self._start is None or self._stop is None:
             raise LoadError(f"{result['mode']}: nothing was measured: {result.get('first_error') or 'no reason given'}")
-        peer = settled_cpu_seconds(self._pids) if settled else self._stop[0]
+        peer = settled_cpu_seconds(self._pids) if settled else self._stop.peer
+        before = self._start.threads
         return Usage(
-            peer=peer - self._start[0],
+            peer=peer - self._start.peer,
+            # A thread that is new began at nothing.
+            thread=max((used - before.get(thread, 0.0) for thread, used in self._stop.threads.items()), default=0.0),
             load=result["load_cpu_s"],
-            server=self._stop[1] - self._start[1],
-            machine=self._stop[2] - self._start[2],
+            server=self._stop.server - self._start.server,
+            machine=self._stop.machine - self._start.machine,
             seconds=result["seconds"],
         )
 

@@ -1,4 +1,4 @@
-"""Plots of a run as SVG; matplotlib is only needed here. One colour a peer in every plot, the gateway's stands out."""
+"""Plots of a run as SVG; matplotlib is only needed here. One colour a peer in every plot: red is ours, grey no peer but a bound."""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -16,12 +16,15 @@ _COLOURS: Final = {
     "squid": "#34a853",
     "tinyproxy": "#a142f4",
     "aiohttp-relay": "#34a853",
+    "aiohttp-quiet": "#8ab4f8",
+    "litellm": "#a142f4",
+    "portkey": "#f29900",
     "opificia": "#d93025",
     "engine-python": "#34a853",
     "engine-echo": "#8ab4f8",
-    "docker-run": "#5f6368",
-    "docker-exec": "#9aa0a6",
-    "sqlite": "#d93025",
+    "docker-run": "#a142f4",
+    "docker-exec": "#f29900",
+    "sqlite": "#8ab4f8",
     "postgresql": "#34a853",
 }
 _OTHER: Final = "#795548"
@@ -33,8 +36,8 @@ _API_BUSY: Final = {name: f"{scenario}-4-at-once" for name, scenario in _API.ite
 _STARTS: Final = {"one": "start-1", "eight at once": "start-8"}
 # File, title, value, and the groups of bars: label and scenario.
 _BARS: Final[tuple[tuple[str, str, str, dict[str, str]], ...]] = (
-    ("throughput", "Throughput of 1, 16 and 256 tunnels, GB/s", "gb_per_s", _BULK),
-    ("cpu-per-gb", "CPU seconds per GB through 1, 16 and 256 tunnels", "cpu_s_per_gb", _BULK),
+    ("throughput", "Throughput by number of tunnels, GB/s", "gb_per_s", _BULK),
+    ("cpu-per-gb", "CPU seconds per GB by number of tunnels", "cpu_s_per_gb", _BULK),
     ("connections", "Connections per second", "connections_per_s", _CONNECTIONS),
     ("cpu-per-connection", "CPU µs per connection", "cpu_us_per_connection", _CONNECTIONS),
     ("cpu-per-message", "CPU µs per message", "cpu_us_per_message", {"1 tunnel": "echo", "64 tunnels": "echo-64"}),

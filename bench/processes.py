@@ -14,6 +14,7 @@ from typing import Final
 _UIDS: Final = range(60620, 60700, 10)
 _TICK: Final = os.sysconf("SC_CLK_TCK")
 _PAGE: Final = os.sysconf("SC_PAGE_SIZE")
+_MOST_THREADS: Final = 64
 
 
 def _unused_uid() -> int:
@@ -141,37 +142,62 @@ class Process:
                 pass
 
 
-def family(pid: int) -> list[int]:
-    """Return `pid` and all its living descendants."""
+def family(*pids: int) -> list[int]:
+    """Return these processes and all their living descendants, each once."""
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
-            fields = _stat(int(entry.name))
+            fields = _stat(entry)
             if fields:
                 children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, index = [pid], 0
-    while index < len(found):
-        found += children.get(found[index], [])
-        index += 1
-    return found
+    # Keys, for their order.
+    found, left = dict.fromkeys(pids), list(pids)
+    while left:
+        new = [child for child in children.get(left.pop(0), []) if child not in found]
+        found.update(dict.fromkeys(new))
+        left += new
+    return list(found)
 
 
-def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on (proc_pid_stat(5)); empty when there is no process."""
+def _stat(entry: Path) -> list[str]:
+    """Return the fields of a process's or a thread's `stat` from the state on (proc_pid_stat(5)); empty when it is gone."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return (entry / "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return []
 
 
 def cpu_seconds(pids: Sequence[int]) -> float:
-    """Return the user and system seconds of processes, all threads together."""
+    """Return the user and system seconds of processes, all threads together, and of their children that ended."""
     ticks = 0
     for pid in pids:
-        fields = _stat(pid)
+        fields = _stat(Path(f"/proc/{pid}"))
         if fields:
-            ticks += int(fields[11]) + int(fields[12])
+            # utime, stime; cutime, cstime: a program that forks for each connection is not free.
+            ticks += sum(int(field) for field in fields[11:15])
     return ticks / _TICK
+
+
+def thread_seconds(pids: Sequence[int]) -> dict[int, float]:
+    """Return the user and system seconds of each thread of processes by its id.
+
+    Not of a process with very many threads: none of those does the work alone, and reading them all would show in what is measured.
+    """
+    found: dict[int, float] = {}
+    for pid in pids:
+        tasks = Path(f"/proc/{pid}/task")
+        fields = _stat(tasks.parent)
+        if not fields or int(fields[17]) > _MOST_THREADS:
+            continue
+        try:
+            threads = list(tasks.iterdir())
+        except OSError:
+            continue
+        for thread in threads:
+            fields = _stat(thread)
+            if fields:
+                found[int(thread.name)] = (int(fields[11]) + int(fields[12])) / _TICK
+    return found
 
 
 def rss_bytes(pids: Sequence[int]) -> int:
@@ -186,12 +212,12 @@ def rss_bytes(pids: Sequence[int]) -> int:
 
 
 def settled_cpu_seconds(pids: Sequence[int], limit_s: float = 2.0) -> float:
-    """Return the CPU seconds of processes once they have stopped working: what ends late belongs to the run."""
+    """Return the CPU seconds of processes and their families once they have stopped working: what ends late belongs to the run."""
     end = time.monotonic() + limit_s
-    used = cpu_seconds(pids)
+    used = cpu_seconds(family(*pids))
     while time.monotonic() < end:
         time.sleep(0.05)
-        now = cpu_seconds(pids)
+        now = cpu_seconds(family(*pids))
         if now == used:
             break
         used = now

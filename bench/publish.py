@@ -7,8 +7,9 @@ from typing import Final
 from rich.console import Console
 
 from bench.goals import judge
+from bench.measure import FOREIGN_LIMIT
 from bench.plots import draw
-from bench.records import Run, summarize
+from bench.records import Record, Run, summarize
 from bench.suites import SUITES
 
 _CHECKOUT: Final = Path(__file__).parent.parent
@@ -28,6 +29,7 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
         ("CPU µs each", "connections", "cpu_us_per_connection", ",.0f"),
         ("echo p50 µs", "echo", "p50_us", ",.0f"),
         ("p99 µs", "echo", "p99_us", ",.0f"),
+        ("CPU µs a message", "echo", "cpu_us_per_message", ".1f"),
         ("idle tunnels' MB", "idle", "rss_mb", ",.0f"),
     ),
     "model": (
@@ -63,6 +65,7 @@ _TABLES: Final[dict[str, tuple[_Column, ...]]] = {
         ("p99 ms", "api-get", "p99_ms", ".1f"),
         ("list 100: p50 ms", "api-list", "p50_ms", ".1f"),
         ("p99 ms", "api-list", "p99_ms", ".1f"),
+        ("four at once: p99 ms", "api-list-4-at-once", "p99_ms", ".1f"),
     ),
 }
 TITLES: Final = {
@@ -81,13 +84,24 @@ PLOTS: Final = {
     "handover": (),
     "curves": ("throughput-by-tunnels", "connections-by-number"),
 }
+# Of a suite measured again under another congestion control, which is about bulk.
+_PLOTS_AGAIN: Final = ("throughput", "cpu-per-gb")
 _OURS: Final = frozenset({"gateway", "opificia"})
+# What a mark in a table means, in the order of README's line below it.
+_SPREAD: Final = "±"
+_LOWER_BOUND: Final = "≥"
+_DISTURBED: Final = r"\*"
+_MARKS: Final = {
+    _SPREAD: "half the distance between the rounds' extremes",
+    _LOWER_BOUND: "the load was saturated in most rounds, the peer can do more",
+    _DISTURBED: f"other programs took more than {FOREIGN_LIMIT * 100:.0f} % of the machine in most rounds",
+}
 
 
 def update(folder: Path, console: Console, readme: Path = README) -> int:
     """Draw the plots of a folder's results and write them into `readme`. Returns 2 when that cannot be done."""
     inside = folder.resolve().is_relative_to(readme.parent.resolve())
-    runs = {name: Run.load(file) for name in SUITES if (file := folder / f"{name}.json").exists()}
+    runs = {name: Run.load(folder / f"{name}.json") for name in _results(folder)}
     text = readme.read_text()
     if not runs or not inside:
         console.print(f"no results in {folder}" if inside else f"{folder} is not below {readme.parent}", style="red")
@@ -105,16 +119,33 @@ def update(folder: Path, console: Console, readme: Path = README) -> int:
     return 0
 
 
+def _results(folder: Path) -> list[str]:
+    """Return the names of a folder's results in README's order: each suite, then the same under another congestion control."""
+    files = [file for suite in SUITES for file in (folder / f"{suite}.json", *sorted(folder.glob(f"{suite}-*.json")))]
+    return [file.stem for file in files if file.exists()]
+
+
 def section(name: str, run: Run, folder: str, exists: Callable[[str], bool]) -> str:
-    """Return what README says about one suite: table, goals that were missed, plots that `exists` finds."""
+    """Return what README says about one suite: table, notes, goals that were missed, plots that `exists` finds.
+
+    `name` is the suite's, with `-reno` behind it when that was the congestion control of all.
+    """
+    suite, _, congestion = name.partition("-")
+    title = TITLES[suite] + (f", {congestion} for all" if congestion else "")
     machine = run.machine
     rounds = len({each.round for each in run.records if each.scenario == run.records[0].scenario})
-    where = f"{run.date}, {machine['cores']} cores {machine['cpu']}, {machine['system']}"
+    virtual = ", a virtual machine" if machine.get("virtual") else ""
+    where = f"{run.date}, {machine['cores']} cores {machine['cpu']}{virtual}, {machine['system']}"
     raw = f"[raw results]({folder}/{name}.json)"
     how = "one round" if rounds == 1 else f"medians of {rounds} interleaved rounds"
-    parts = [f"**{TITLES[name]}**: `{run.command}`, {how}, {where}; {raw}."]
-    if name in _TABLES:
-        parts.append("\n".join(_table(run, _TABLES[name])))
+    parts = [f"**{title}**: `{run.command}`, {how}, {where}; {raw}."]
+    if suite in _TABLES:
+        table = "\n".join(_table(run, _TABLES[suite]))
+        parts.append(table)
+        if legend := [f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if mark in table]:
+            parts.append("; ".join(legend) + ".")
+    if notes := _notes(run):
+        parts.append(f"Notes: {'; '.join(notes)}.")
     goals = judge(run)
     missed = [f"{goal.text} ({goal.found})" for goal in goals if goal.reached is False]
     unknown = [f"{goal.text} ({goal.found})" for goal in goals if goal.reached is None]
@@ -125,8 +156,23 @@ def section(name: str, run: Run, folder: str, exists: Callable[[str], bool]) -> 
             + (f" Missed: {'; '.join(missed)}." if missed else "")
             + (f" Not judged: {'; '.join(unknown)}." if unknown else "")
         )
-    parts += [f"![{plot}]({folder}/{name}/{plot}.svg)" for plot in PLOTS[name] if exists(f"{folder}/{name}/{plot}.svg")]
+    plots = _PLOTS_AGAIN if congestion else PLOTS[suite]
+    parts += [f"![{plot}]({folder}/{name}/{plot}.svg)" for plot in plots if exists(f"{folder}/{name}/{plot}.svg")]
     return "\n\n".join(parts)
+
+
+def _notes(run: Run) -> list[str]:
+    """Return what a reader of the table must know: what was not measured, and which rounds gave no result."""
+    broken: dict[tuple[str, str], list[Record]] = {}
+    for record in run.records:
+        if record.problems:
+            broken.setdefault((record.peer, record.scenario), []).append(record)
+    rounds = [
+        f"{peer}, {scenario}: {len(records)} rounds without a result ({records[0].problems[0]})"
+        for (peer, scenario), records in broken.items()
+    ]
+    # What a peer logged before it ended follows in further lines.
+    return [text.splitlines()[0].rstrip(".:") for text in (*run.notes, *run.missing, *run.failed, *rounds)]
 
 
 def _table(run: Run, columns: Sequence[_Column]) -> list[str]:
@@ -136,11 +182,27 @@ def _table(run: Run, columns: Sequence[_Column]) -> list[str]:
     for peer in run.peers:
         cells = []
         for _, scenario, value, form in used:
-            found = summarize(records, scenario, peer, value)
-            cells.append(format(found.median, form) if found else "–")
+            of_peer = [each for each in records if (each.scenario, each.peer) == (scenario, peer) and not each.problems]
+            cells.append(_cell(of_peer, value, form))
         if all(cell == "–" for cell in cells):
             continue
         title = f"{peer}: {run.peers[peer]['about']}" if run.of("sandbox") or run.of("handover") else peer
         mark = "**" if peer in _OURS else ""
         lines.append(f"| {mark}{title}{mark} |" + "".join(f" {mark}{cell}{mark} |" for cell in cells))
     return lines
+
+
+def _cell(records: Sequence[Record], value: str, form: str) -> str:
+    """Return median and spread of the results of one peer in one scenario, with the marks of `_MARKS`."""
+    found = summarize(records, records[0].scenario, records[0].peer, value) if records else None
+    if found is None:
+        return "–"
+    text = format(found.median, form)
+    if found.rounds > 1:
+        text += f" {_SPREAD}{format((found.most - found.least) / 2, form.removeprefix('+'))}"
+    most = len(records) / 2
+    if value.endswith("_per_s") and sum(record.limited_by == "load" for record in records) > most:
+        text = _LOWER_BOUND + text
+    if sum((record.foreign_cpu or 0) > FOREIGN_LIMIT for record in records) > most:
+        text += _DISTURBED
+    return text

@@ -13,8 +13,8 @@ class Record:
     """What one peer did in one scenario in one round.
 
     `values` are the measured numbers by name (units in the name). `problems` is empty, or the record is no result.
-    `limited_by` says what had no more to give: the peer, the load, the machine, or nothing (it waited).
-    `foreign_cpu` is the share of the machine that other programs took meanwhile.
+    `limited_by` says what had no more to give: a thread of the peer, the load, the machine, or nothing (it waited).
+    `foreign_cpu` is the share of the machine that other programs took meanwhile. Both are None where they were not measured.
     """
 
     suite: str
@@ -23,8 +23,8 @@ class Record:
     round: int
     values: dict[str, float]
     problems: list[str] = field(default_factory=list)
-    limited_by: str = ""
-    foreign_cpu: float = 0.0
+    limited_by: str | None = None
+    foreign_cpu: float | None = None
     raw: dict[str, Any] = field(default_factory=dict)
 
 

@@ -107,7 +107,7 @@ def _cell(summary: Summary | None, form: str) -> Text:
 
 def _limits(records: Sequence[Record]) -> str:
     found = sorted({record.limited_by for record in records if record.limited_by})
-    busy = max((record.foreign_cpu for record in records), default=0)
+    busy = max((record.foreign_cpu or 0 for record in records), default=0)
     if busy > FOREIGN_LIMIT:
         found.append(f"others used {busy:.0%}")
     return ", ".join(found)

@@ -1,5 +1,6 @@
 """Interleaved rounds: every peer answers every scenario once a round, in another order each time."""
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,15 @@ def run_rounds(
 ) -> None:
     """Run all rounds and add their records to `run_`; `say` is told of each step."""
     for number in range(stage.settings.rounds):
-        shift = number % max(1, len(peers))
-        _run_round(run_, suite, [*peers[shift:], *peers[:shift]], chosen, stage, number, say)
+        _run_round(run_, suite, shuffled(peers, number), chosen, stage, number, say)
+    # In the order of the tables again.
+    run_.peers = {peer.name: run_.peers[peer.name] for peer in peers if peer.name in run_.peers}
+
+
+def shuffled(peers: Sequence[Peer], number: int) -> list[Peer]:
+    """Return a round's order: another one each round, in which nobody always follows the same, and the same in each run."""
+    # Not a rotation: its last peers would never begin, and each would follow the same one in every round.
+    return random.Random(number).sample(peers, len(peers))
 
 
 def _run_round(

@@ -19,20 +19,25 @@ from bench.suites import SUITES
 MACHINE = {"cores": 2, "cpu": "a CPU", "kernel": "6", "system": "Debian"}
 
 
-def usage(*, peer: float = 0, load: float = 0, server: float = 0, machine: float = 0) -> Usage:
-    return Usage(peer, load, server, machine, seconds=1)
+def usage(
+    *, peer: float = 0, thread: float = 0, load: float = 0, server: float = 0, machine: float = 0, seconds: float = 1
+) -> Usage:
+    return Usage(peer, thread, load, server, machine, seconds)
 
 
 @pytest.mark.parametrize(
     ("used", "limit"),
     [
-        (usage(peer=0.99, load=0.99, machine=1.98), "load"),
-        (usage(peer=0.99, server=0.99, machine=1.98), "load"),
-        (usage(peer=0.99, load=0.4, machine=1.4), "peer"),
-        (usage(peer=0.5, load=0.5, machine=1.0), "waiting"),
+        (usage(peer=0.99, thread=0.99, load=0.99, machine=1.98), "load"),
+        (usage(peer=0.99, thread=0.99, server=0.99, machine=1.98), "load"),
+        (usage(peer=0.99, thread=0.99, load=0.4, machine=1.4), "peer"),
+        # Two threads that share the work: neither is saturated.
+        (usage(peer=1.0, thread=0.5, load=0.4, machine=1.4), "waiting"),
+        (usage(peer=0.5, thread=0.5, load=0.5, machine=1.0), "waiting"),
+        (usage(seconds=0), None),
     ],
 )
-def test_says_when_the_load_was_the_bottleneck(used: Usage, limit: str) -> None:
+def test_says_when_the_load_was_the_bottleneck(used: Usage, limit: str | None) -> None:
     assert used.limited_by() == limit
 
 
@@ -117,9 +122,55 @@ def test_readme_gets_tables_and_missed_goals_between_its_markers_and_nothing_els
     assert text.startswith(f"before\n{publish.BEGIN}\n")
     assert text.endswith(f"{publish.END}\nafter\n")
     assert "old numbers" not in text
-    assert "| **gateway** | **4.0** | **0.20** | **100** | **300** |" in text
+    assert "| **gateway** | **4.0 ±1.0** | **0.20 ±0.00** | **100 ±0** | **300 ±0** |" in text
+    assert "\n\n±: half the distance between the rounds' extremes.\n\n" in text
     assert "CPU per connection: at most Squid's (300 us to 200: 1.50 x)" in text
     assert text.count("throughput.svg") == 1
+
+
+def test_what_a_number_must_not_be_taken_for_stands_beside_it() -> None:
+    run = a_run()
+    for each in run.of("egress"):
+        # In two of three rounds; once is no mark.
+        often, peer = each.round > 0, each.peer
+        each.limited_by = "load" if often == (peer == "gateway") else "waiting"
+        each.foreign_cpu = 0.4 if often == (peer == "squid") else None
+    run.notes, run.missing = ["without TLS scenarios: no port."], ["not measured: tinyproxy: not installed"]
+    run.failed = ["round 1: c-splicer did not start: it ended with status 1:\nits log"]
+    run.records.append(record("echo", "gateway", 0, "1 errors, the first: reset", p50_us=1.0))
+    lines = publish.section("egress", run, "results", lambda _: False).splitlines()
+    assert (
+        "| **gateway** | **≥4.0 ±1.0** | **0.20 ±0.00** | **≥100 ±0** | **300 ±0** | **–** | **–** | **–** |" in lines
+    )
+    assert r"| squid | 1.5 ±0.0\* | 0.80 ±0.00\* | 200 ±0\* | 200 ±0\* | – | – | – |" in lines
+    assert [line.count("in most rounds") for line in lines if line.startswith("±")] == [2]
+    assert (
+        "Notes: without TLS scenarios: no port; not measured: tinyproxy: not installed; round 1: c-splicer did not "
+        "start: it ended with status 1; gateway, echo: 1 rounds without a result (1 errors, the first: reset)."
+    ) in lines
+
+
+def test_one_round_has_no_spread_and_what_has_no_mark_no_legend() -> None:
+    run = a_run()
+    run.records = [each for each in run.records if not each.round]
+    text = publish.section("egress", run, "results", lambda _: False)
+    assert "| **gateway** | **3.0** | **0.20** | **100** | **300** |" in text
+    assert not any(mark in text for mark in ("±:", "≥:", r"\*:", "Notes"))
+
+
+def test_a_run_under_another_congestion_control_is_a_table_of_its_own(tmp_path: Path) -> None:
+    readme, folder = tmp_path / "README.md", tmp_path / "results"
+    readme.write_text(f"{publish.BEGIN}{publish.END}")
+    for name in ("egress", "egress-reno", "api"):
+        a_run().save(folder / f"{name}.json")
+    assert publish.update(folder, Console(quiet=True), readme) == 0
+    text = readme.read_text()
+    titles = ("**Egress proxy**: ", "**Egress proxy, reno for all**: ", "**Control API**: ")
+    assert sorted(titles, key=text.index) == list(titles)
+    part = text.partition(titles[1])[2].partition(titles[2])[0]
+    assert "results/egress-reno.json" in part
+    assert "results/egress-reno/throughput.svg" in part
+    assert "goals reached" in part
 
 
 def test_readme_without_markers_is_left_alone(tmp_path: Path) -> None:

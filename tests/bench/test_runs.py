@@ -48,6 +48,21 @@ def test_the_egress_suite_runs_without_an_error(tmp_path: Path) -> None:
     assert "goals" in done.stdout
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace needs root")
+def test_another_congestion_control_is_that_of_the_run_and_not_of_the_machine(tmp_path: Path) -> None:
+    setting = Path("/proc/sys/net/ipv4/tcp_congestion_control")
+    before = setting.read_text()
+    # Every kernel has it; where it is the default already nothing has to be changed.
+    arguments = ("egress", "--quick", "--congestion", "reno", "--out", str(tmp_path), "--peer", "direct")
+    done = bench(*arguments, "--scenario", "echo")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert setting.read_text() == before
+    run = Run.load(tmp_path / "egress-reno.json")
+    assert run.machine["settings"]["net/ipv4/tcp_congestion_control"] == "reno"
+    assert "--congestion reno" in run.command
+    assert {each.peer for each in run.records} == {"direct"}
+
+
 def test_the_model_suite_runs_without_an_error(tmp_path: Path) -> None:
     done = bench("model", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
