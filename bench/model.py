@@ -7,7 +7,7 @@ from typing import Any, Final, cast
 from bench.load import Client, Server
 from bench.measure import run_client
 from bench.peers.base import Ground, Peer
-from bench.peers.model import MODEL_PEERS, NAMED_PEERS, ModelCommand, ModelGateway, ModelPeer
+from bench.peers.model import MODEL_PEERS, ModelCommand, ModelGateway, ModelPeer
 from bench.processes import rss_bytes
 from bench.records import Record, Run
 from bench.rounds import Scenario, Settings, Stage, run_rounds, take_latency, take_usage
@@ -168,12 +168,12 @@ def scenarios() -> list[Scenario]:
 
 
 def choose_peers(names: Sequence[str], commands: Sequence[str]) -> list[Peer]:
-    """Return the peers that are named (none: those that are measured unasked), and others given as `NAME=COMMAND`. Raises ValueError."""
-    known = {peer.name: peer for peer in (*MODEL_PEERS, *NAMED_PEERS)}
+    """Return the peers that are named (none: all), and others given as `NAME=COMMAND`. Raises ValueError."""
+    known = {peer.name: peer for peer in MODEL_PEERS}
     unknown = [name for name in names if name not in known]
     if unknown:
         raise ValueError(f"no such peer: {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    found: list[Peer] = [kind() for name, kind in known.items() if (name in names if names else kind in MODEL_PEERS)]
+    found: list[Peer] = [kind() for name, kind in known.items() if not names or name in names]
     for text in commands:
         name, separator, line = text.partition("=")
         if not separator or "{port}" not in line:

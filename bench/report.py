@@ -128,7 +128,9 @@ def print_report(run: Run, console: Console) -> None:
         for _, heading, _ in columns_of(scenario):
             table.add_column(heading, justify="right")
         table.add_column("limited by")
-        for peer in dict.fromkeys(record.peer for record in of_scenario):
+        # Rounds are shuffled, tables are not.
+        found = {record.peer for record in of_scenario}
+        for peer in (*(peer for peer in run.peers if peer in found), *sorted(found - run.peers.keys())):
             of_peer = [record for record in of_scenario if record.peer == peer]
             problems = list(dict.fromkeys(problem for record in of_peer for problem in record.problems))
             cells = [_cell(summarize(of_peer, scenario, peer, value), form) for value, _, form in columns_of(scenario)]

@@ -224,6 +224,4 @@ class ModelCommand(ProgramPeer):
         pass
 
 
-MODEL_PEERS: Final[tuple[type[Peer], ...]] = (DirectModel, ModelGateway, AiohttpRelay)
-# Measured only when they are asked for by name.
-NAMED_PEERS: Final[tuple[type[Peer], ...]] = (QuietAiohttpRelay,)
+MODEL_PEERS: Final[tuple[type[Peer], ...]] = (DirectModel, ModelGateway, AiohttpRelay, QuietAiohttpRelay)

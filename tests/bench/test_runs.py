@@ -66,7 +66,9 @@ def test_another_congestion_control_is_that_of_the_run_and_not_of_the_machine(tm
 def test_the_model_suite_runs_without_an_error(tmp_path: Path) -> None:
     done = bench("model", "--quick", "--out", str(tmp_path))
     assert done.returncode == 0, done.stdout + done.stderr
-    assert {"direct", "gateway", "aiohttp-relay"} <= {each.peer for each in Run.load(tmp_path / "model.json").records}
+    assert {"direct", "gateway", "aiohttp-relay", "aiohttp-quiet"} <= {
+        each.peer for each in Run.load(tmp_path / "model.json").records
+    }
 
 
 def test_the_api_suite_runs_without_an_error(tmp_path: Path) -> None:
