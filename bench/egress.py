@@ -18,6 +18,10 @@ from bench.rounds import Scenario, Settings, Stage, run_rounds, take_latency, ta
 _PLAIN_NAME: Final = f"plain.{ZONE}"
 _TLS_NAME: Final = f"tls.{ZONE}"
 _GB: Final = 1e9
+# Before connections are measured.
+_WARMUP_S: Final = 0.5
+# Longer than the gateway looks again and again for the next message (gateway/net/poller.py), and than a core stays awake.
+_PACE_MS: Final = 2
 # Tunnels of the curves. 5,000 take 10,000 descriptors of a proxy, which may have 20,000. Bulk ends earlier:
 # what 1,000 tunnels have in flight is more than the kernel grants TCP in all (tcp_mem), and its pruning would be measured.
 BULK_SCALE: Final = (1, 4, 16, 64, 256)
@@ -53,42 +57,52 @@ class Bulk(Scenario):
 
 
 class Connections(Scenario):
-    """Connections one after the other: CONNECT, one byte there and back, close; with a ClientHello first for TLS."""
+    """Connections one after the other: CONNECT, one byte there and back, close.
 
-    def __init__(self, *, tls: bool = False, concurrency: int | None = None) -> None:
-        super().__init__("connections" + ("-tls" if tls else "") + (f"-{concurrency}" if concurrency else ""))
+    `tls`: with a ClientHello first. `fresh`: no two heads are the same, so that nothing remembered about one helps.
+    """
+
+    def __init__(self, *, tls: bool = False, fresh: bool = False, concurrency: int | None = None) -> None:
+        kind = "-tls" if tls else "-fresh" if fresh else ""
+        super().__init__(f"connections{kind}" + (f"-{concurrency}" if concurrency else ""))
         self._tls = tls
+        self._fresh = fresh
         self._concurrency = concurrency
 
     def applies(self, peer: Peer, stage: Stage) -> bool:
+        if self._fresh and peer.route().connect is None:
+            return False
         return not self._tls or bool(stage.ground.tls)
-
-    def expected_s(self, settings: Settings) -> float:
-        # Some 7,000 a second, warm-up, and the closing of the last.
-        return settings.connections / 7_000 + 0.7
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
         settings = stage.settings
         options = ["--concurrency", str(self._concurrency or settings.concurrency), "--timeout", "30"]
+        options += ["--seconds", str(settings.seconds), "--warmup", str(min(_WARMUP_S, settings.seconds))]
         if self._tls:
             options += ["--hello", str(stage.hello)]
-        route = peer.route(tls=self._tls)
-        warmup = Client("connect", route, [*options, "--total", str(max(200, settings.connections // 20))]).run()
-        client = Client("connect", route, [*options, "--total", str(settings.connections)])
-        result, usage = run_client(client, peer.pids(), stage.server, settled=True)
+        if self._fresh:
+            options.append("--fresh")
+        client = Client("connect", peer.route(tls=self._tls), options)
+        # What is still to be closed and logged at the end of the window is what was at its beginning.
+        result, usage = run_client(client, peer.pids(), stage.server, settled=False)
         take_usage(record, usage)
         record.values["connections_per_s"] = result["connections"] / result["seconds"]
-        record.values["cpu_us_per_connection"] = usage.peer / result["connections"] * 1e6
+        if result["connections"]:
+            record.values["cpu_us_per_connection"] = usage.peer / result["connections"] * 1e6
         take_latency(record, result)
-        return [warmup, result]
+        return [result]
 
 
 class Echo(Scenario):
-    """One byte back and forth: what the peer adds to each message. Beside it nothing, bulk, or readers that stalled."""
+    """One byte back and forth: what the peer adds to each message. Beside it nothing, bulk, or readers that stalled.
 
-    def __init__(self, name: str, *, tunnels: int = 1, bulk: int = 0, stalled: int = 0) -> None:
+    With `pace_ms` a message is sent so often and timed from when it was due, otherwise as soon as the last is back.
+    """
+
+    def __init__(self, name: str, *, tunnels: int = 1, bulk: int = 0, stalled: int = 0, pace_ms: int = 0) -> None:
         super().__init__(name)
         self._tunnels = tunnels
+        self._pace_ms = pace_ms
         self._bulk = bulk
         self._stalled = stalled
 
@@ -106,7 +120,7 @@ class Echo(Scenario):
             bulk.start()
             beside.append(bulk)
         try:
-            options = ["--tunnels", str(self._tunnels), "--seconds", str(seconds)]
+            options = ["--tunnels", str(self._tunnels), "--seconds", str(seconds), "--pace", str(self._pace_ms)]
             result, usage = run_client(Client("echo", route, options), peer.pids(), stage.server, settled=False)
         finally:
             others = [client.finish() for client in beside]
@@ -165,10 +179,11 @@ def scenarios() -> list[Scenario]:
     found: list[Scenario] = [
         Bulk(tunnels, direction) for tunnels in (1, 16, 256) for direction in ("down", "up", "both")
     ]
-    found += [Connections(), Connections(tls=True)]
+    found += [Connections(), Connections(tls=True), Connections(fresh=True)]
     found += [
         Echo("echo"),
         Echo("echo-64", tunnels=64),
+        Echo("echo-paced", pace_ms=_PACE_MS),
         Echo("echo-under-bulk", bulk=4),
         Echo("echo-stalled-readers", bulk=1, stalled=100),
     ]

@@ -19,6 +19,11 @@ _QUARTER: Final = 0.25
 _SAME_RATE: Final = 1_000
 # Of a load client, before what it measures.
 _WARMUP_S: Final = 0.5
+# How long a peer is saturated to find out what it can do.
+_SATURATED_S: Final = 1.0
+# A gateway that keeps a little of each request shows it only after so many.
+MANY_REQUESTS: Final = 100_000
+_PACED_STREAMS: Final = 1_000
 # Events of a stream in a second.
 _CALM: Final = 10
 _FAST: Final = 50
@@ -36,16 +41,16 @@ class Requests(Scenario):
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
         route = cast(ModelPeer, peer).model_route()
-        total = stage.settings.connections if self._body == _SMALL_BODY else stage.settings.connections // 4
         options = ["--connections", str(stage.settings.concurrency), "--body", str(self._body)]
-        warmup = Client("requests", route, [*options, "--total", str(max(100, total // 20))], program="model").run()
-        client = Client("requests", route, [*options, "--total", str(total)], program="model")
-        result, usage = run_client(client, peer.pids(), stage.server, settled=True)
+        client = Client("requests", route, [*options, *_by_time(stage.settings.seconds)], program="model")
+        # What is still to be logged at the end of the window is what was at its beginning.
+        result, usage = run_client(client, peer.pids(), stage.server, settled=False)
         take_usage(record, usage)
-        record.values["requests_per_s"] = result["finished"] / result["seconds"]
-        record.values["cpu_us_per_request"] = usage.peer / max(1, result["finished"]) * 1e6
+        record.values["requests_per_s"] = result["measured"] / result["seconds"]
+        if result["measured"]:
+            record.values["cpu_us_per_request"] = usage.peer / result["measured"] * 1e6
         take_latency(record, result)
-        return [warmup, result]
+        return [result]
 
 
 class FirstByte(Scenario):
@@ -58,23 +63,22 @@ class FirstByte(Scenario):
         self._rate = rate
 
     def expected_s(self, settings: Settings) -> float:
-        return super().expected_s(settings) + (2 if self._rate is None else 0)
+        return super().expected_s(settings) + (_SATURATED_S + _WARMUP_S if self._rate is None else 0)
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
         route = cast(ModelPeer, peer).model_route()
         results, rate = [], self._rate
         if rate is None:
-            most = stage.settings.connections // 4
-            options = ["--connections", str(stage.settings.concurrency), "--total", str(most)]
+            options = ["--connections", str(stage.settings.concurrency), *_by_time(_SATURATED_S)]
             saturated = Client("requests", route, options, program="model").run()
             results.append(saturated)
-            rate = saturated["finished"] / saturated["seconds"] * _QUARTER
-        seconds = str(stage.settings.seconds)
-        options = ["--connections", str(self._CONNECTIONS), "--rate", str(rate), "--seconds", seconds]
+            # One that answered nothing in time is asked something all the same: its errors are the result.
+            rate = max(1.0, saturated["measured"] / saturated["seconds"] * _QUARTER)
+        options = ["--connections", str(self._CONNECTIONS), "--rate", str(rate), *_by_time(stage.settings.seconds)]
         client = Client("rated", route, options, program="model")
         result, usage = run_client(client, peer.pids(), stage.server, settled=False)
         take_usage(record, usage)
-        record.values["requests_per_s"] = result["requests"] / (result["seconds"] + _WARMUP_S)
+        record.values["requests_per_s"] = result["measured"] / result["seconds"]
         take_latency(record, result, "first_us", "first_")
         return [*results, result]
 
@@ -86,11 +90,11 @@ class Memory(Scenario):
         return peer.name == ModelGateway.name
 
     def expected_s(self, settings: Settings) -> float:
-        return settings.connections * 5 / 4_000
+        return _many_requests(settings) / 4_000
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
         route, pids = cast(ModelPeer, peer).model_route(), peer.pids()
-        total = stage.settings.connections * 5
+        total = _many_requests(stage.settings)
         options = ["--connections", str(stage.settings.concurrency)]
         warmup = Client("requests", route, [*options, "--total", str(total // 5)], program="model").run()
         before = rss_bytes(pids)
@@ -104,14 +108,14 @@ class Memory(Scenario):
 
 
 class Events(Scenario):
-    """Streams whose provider sends each event by itself, as fast as it is taken."""
+    """Streams whose provider sends each event by itself, as fast as it is taken: CPU, and how long an event is on its way."""
 
     _STREAMS: Final = 16
     _EVENTS: Final = 200
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
         route = cast(ModelPeer, peer).model_route().asking(f"bench=events:{self._EVENTS}")
-        options = ["--connections", str(self._STREAMS), "--seconds", str(stage.settings.seconds)]
+        options = ["--connections", str(self._STREAMS), *_by_time(stage.settings.seconds)]
         client = Client("events", route, options, program="model")
         result, usage = run_client(client, peer.pids(), stage.server, settled=False)
         take_usage(record, usage)
@@ -119,15 +123,15 @@ class Events(Scenario):
         if result["events"]:
             record.values["cpu_us_per_event"] = usage.peer / result["events"] * 1e6
         take_latency(record, result, "first_us", "first_")
+        take_latency(record, result, "late_us", "late_")
         return [result]
 
 
 class Paced(Scenario):
-    """Streams at the pace of a model: how late an event comes, and what many open streams cost."""
+    """A thousand streams at the pace of a model: how late an event comes after it was due, and what many open streams cost."""
 
-    def __init__(self, streams: int, per_second: int) -> None:
-        super().__init__(f"paced-{streams}" if per_second == _CALM else f"paced-{streams}-fast")
-        self._streams = streams
+    def __init__(self, name: str, per_second: int) -> None:
+        super().__init__(name)
         self._per_second = per_second
 
     def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
@@ -136,21 +140,32 @@ class Paced(Scenario):
         events = int((seconds + _WARMUP_S + 1.5) * self._per_second)
         pace = 1000 // self._per_second
         route = cast(ModelPeer, peer).model_route().asking(f"bench=paced:{events}:{pace}")
-        # A quick run has fewer.
-        streams = min(self._streams, stage.settings.connections // 3)
-        options = ["--connections", str(streams), "--seconds", str(seconds), "--warmup", str(_WARMUP_S)]
-        options += ["--pace", str(pace)]
+        streams = _PACED_STREAMS // 10 if _is_quick(stage.settings) else _PACED_STREAMS
+        options = ["--connections", str(streams), *_by_time(seconds), "--pace", str(pace)]
         client = Client("paced", route, options, program="model")
         pids = peer.pids()
         result, usage = run_client(client, pids, stage.server, settled=False)
         take_usage(record, usage)
         record.values["events_per_s"] = result["events"] / result["seconds"]
+        # Less than all when the peer falls behind: then the lateness is only of those that came within the window.
         record.values["delivered"] = result["events"] / result["seconds"] / (streams * self._per_second)
         if result["events"]:
             record.values["cpu_us_per_event"] = usage.peer / result["events"] * 1e6
         record.values["rss_mb"] = rss_bytes(pids) / 1e6
         take_latency(record, result, "late_us", "late_")
         return [result]
+
+
+def _by_time(seconds: float) -> list[str]:
+    return ["--seconds", str(seconds), "--warmup", str(_WARMUP_S)]
+
+
+def _is_quick(settings: Settings) -> bool:
+    return settings == Settings.quick()
+
+
+def _many_requests(settings: Settings) -> int:
+    return MANY_REQUESTS // 100 if _is_quick(settings) else MANY_REQUESTS
 
 
 def scenarios() -> list[Scenario]:
@@ -161,8 +176,8 @@ def scenarios() -> list[Scenario]:
         FirstByte(None),
         FirstByte(_SAME_RATE),
         Events("events-stream"),
-        Paced(1000, _CALM),
-        Paced(1000, _FAST),
+        Paced("paced-1000", _CALM),
+        Paced("paced-1000-fast", _FAST),
         Memory("memory"),
     ]
 

@@ -57,10 +57,12 @@ _COLUMNS: Final[dict[str, tuple[tuple[str, str, str], ...]]] = {
         ("cpu_us_per_event", "CPU µs each", ".2f"),
         ("first_p50_us", "first byte p50 µs", ",.0f"),
         ("first_p99_us", "first byte p99 µs", ",.0f"),
+        ("late_p50_us", "late p50 µs", ",.0f"),
+        ("late_p99_us", "late p99 µs", ",.0f"),
     ),
     "paced": (
         ("events_per_s", "events/s", ",.0f"),
-        ("delivered", "of those sent", ".0%"),
+        ("delivered", "keeps up", ".1%"),
         ("cpu_us_per_event", "CPU µs each", ".1f"),
         ("late_p50_us", "late p50 µs", ",.0f"),
         ("late_p99_us", "late p99 µs", ",.0f"),

@@ -13,6 +13,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/epoll.h>
+#include <sys/prctl.h>
 #include <sys/resource.h>
 #include <sys/socket.h>
 #include <time.h>
@@ -85,6 +86,8 @@ static int wait_events(struct epoll_event *events, uint64_t until) {
 static void start_process(void) {
     struct rlimit files;
     signal(SIGPIPE, SIG_IGN);
+    /* What is due at a moment is sent at that moment, and not 50 us later to save a wake-up. */
+    prctl(PR_SET_TIMERSLACK, 1ul);
     getrlimit(RLIMIT_NOFILE, &files);
     files.rlim_cur = files.rlim_max;
     setrlimit(RLIMIT_NOFILE, &files);

@@ -4,6 +4,7 @@ It costs several times as much CPU, so that it is often what limits a run; resul
 """
 
 import argparse
+import itertools
 import json
 import os
 import resource
@@ -105,6 +106,7 @@ class _Load:
         self.first_error = ""
         self.tunnels = self.up = self.down = 0
         self.latencies: list[float] = []
+        self._numbers = itertools.count(1)
 
     def failed(self, error: Exception) -> None:
         with self.lock:
@@ -131,6 +133,8 @@ class _Load:
     def _connect(self, sock: socket.socket) -> None:
         options = self.options
         head = f"CONNECT {options.connect} HTTP/1.1\r\nHost: {options.connect}\r\n"
+        if options.fresh:
+            head += f"User-Agent: bench/{next(self._numbers):012}\r\n"
         if options.auth:
             head += f"Proxy-Authorization: Basic {options.auth}\r\n"
         sock.sendall(head.encode() + b"\r\n")
@@ -164,38 +168,6 @@ def _threads(number: int, work: Callable[[], None]) -> list[threading.Thread]:
     return threads
 
 
-def _connect(load: _Load) -> None:
-    options = load.options
-    left = iter(range(options.total))
-
-    def work() -> None:
-        while True:
-            with load.lock:
-                if next(left, None) is None:
-                    return
-            began = time.monotonic()
-            try:
-                with load.open(b"1") as sock:
-                    answer = sock.recv(16)
-                    took = time.monotonic() - began
-                    if answer != b"1" or sock.recv(16):
-                        raise OSError("another answer than the byte sent")
-            except OSError as error:
-                load.failed(error)
-                continue
-            with load.lock:
-                load.down += 1
-                load.latencies.append(took)
-
-    began, cpu = time.monotonic(), time.process_time()
-    _print({"event": "start"})
-    for thread in _threads(options.concurrency, work):
-        thread.join()
-    seconds = time.monotonic() - began
-    _print({"event": "stop"})
-    load.result("connect", seconds, time.process_time() - cpu, connections=options.total)
-
-
 class _Phase:
     """Whether it is measured now, and whether it is over."""
 
@@ -217,17 +189,67 @@ class _Phase:
         return seconds, used
 
 
+def _connect(load: _Load) -> None:
+    options = load.options
+    phase = _Phase(options)
+    left = iter(range(options.total)) if options.total else itertools.repeat(0)
+    measured = 0
+
+    def work() -> None:
+        nonlocal measured
+        while not phase.over:
+            with load.lock:
+                if next(left, None) is None:
+                    return
+            began, latencies = time.monotonic(), []
+            try:
+                with load.open(b"1") as sock:
+                    answer = sock.recv(16)
+                    latencies.append(time.monotonic() - began)
+                    if answer != b"1" or sock.recv(16):
+                        raise OSError("another answer than the byte sent")
+            except OSError as error:
+                load.failed(error)
+                latencies.clear()
+            with load.lock:
+                load.down += len(latencies)
+                if phase.measured:
+                    measured += 1
+                    load.latencies += latencies
+
+    if options.total:
+        phase.measured = True
+        began, cpu = time.monotonic(), time.process_time()
+        _print({"event": "start"})
+        for thread in _threads(options.concurrency, work):
+            thread.join()
+        seconds, cpu = time.monotonic() - began, time.process_time() - cpu
+        _print({"event": "stop"})
+    else:
+        threads = _threads(options.concurrency, work)
+        seconds, cpu = phase.run()
+        for thread in threads:
+            thread.join()
+    load.result("connect", seconds, cpu, connections=measured)
+
+
 def _echo(load: _Load) -> None:
     phase = _Phase(load.options)
     message = b"x" * load.options.size
+    pace = load.options.pace / 1000
 
     def work() -> None:
         rounds = 0
         latencies = []
         try:
             with load.open(b"e") as sock:
+                due = time.monotonic()
                 while not phase.over:
                     began = time.monotonic()
+                    if pace:
+                        # One that is due while the last is on its way waits, and that is part of its latency.
+                        time.sleep(max(0.0, due - began))
+                        began, due = due, due + pace
                     sock.sendall(message)
                     if len(sock.recv(len(message), socket.MSG_WAITALL)) < len(message):
                         raise ConnectionResetError("echo: connection closed")
@@ -333,12 +355,13 @@ def main() -> None:
     parser.add_argument("--listen", action="append", default=[])
     for name in ("via", "connect", "auth", "hello"):
         parser.add_argument(f"--{name}")
-    for name, number in (("total", 1000), ("concurrency", 32), ("tunnels", 1), ("window", 32), ("size", 1)):
+    for name, number in (("total", 0), ("concurrency", 32), ("tunnels", 1), ("window", 32), ("size", 1)):
         parser.add_argument(f"--{name}", type=int, default=number)
-    for name, seconds in (("seconds", 3.0), ("warmup", 0.5), ("timeout", 10.0)):
+    for name, seconds in (("seconds", 3.0), ("warmup", 0.5), ("timeout", 10.0), ("pace", 0.0)):
         parser.add_argument(f"--{name}", type=float, default=seconds)
     parser.add_argument("--direction", default="down")
     parser.add_argument("--stalled", action="store_true")
+    parser.add_argument("--fresh", action="store_true")
     options = parser.parse_args()
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))

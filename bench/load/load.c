@@ -1,14 +1,17 @@
 /* Cheap ends for proxy benchmarks: a server, and the clients that measure what stands between.
  *
  *   load serve   --listen 127.0.0.1:0 [--listen ...]     prints {"ports": [...]}, serves until stdin ends
- *   load connect --via ADDR ... --total M --concurrency N    open, one byte there and back, close
+ *   load connect --via ADDR ... --seconds S --concurrency N  open, one byte there and back, close; or --total M of them
  *   load bulk    --via ADDR ... --tunnels N --seconds S --direction up|down|both
- *   load echo    --via ADDR ... --tunnels K --seconds S --size B      ping-pong
+ *   load echo    --via ADDR ... --tunnels K --seconds S --size B      ping-pong; with --pace MS a message each MS milliseconds
  *   load idle    --via ADDR ... --tunnels N [--stalled]      hold tunnels open until stdin ends
  *
  * Clients: --via is where to connect. With --connect HOST:PORT a CONNECT for it is sent there (--auth BASE64 adds Basic
  * credentials), without it the bytes go straight in (direct, or a TCP proxy). --hello FILE: these bytes go first, as a TLS
- * client's would. --window W: tunnels being opened at once.
+ * client's would. --window W: tunnels being opened at once. --fresh: no two CONNECT heads are the same.
+ *
+ * What goes by --seconds has --warmup before: the window is measured, totals count everything from the first to the last.
+ * A paced message is timed from when it was due, whatever kept it from being sent.
  *
  * The first byte of a connection tells the server what to be: `1` send it back and close, `e` echo, `s` source, `k` sink
  * (on end of input it answers with the 8-byte count of what it got), `b` source and sink. A TLS record in front is skipped.
@@ -20,7 +23,7 @@
 #include <sys/mman.h>
 #include <sys/sendfile.h>
 
-enum { CHUNK = 1 << 20, REPLY_MAX = 512, FIRST_MAX = 4096 };
+enum { CHUNK = 1 << 20, REPLY_MAX = 512, FIRST_MAX = 4096, NUMBER_DIGITS = 12 };
 
 static int source_file;
 static char scratch[1 << 16];
@@ -137,9 +140,9 @@ static int serve(const char **listen_on, int count) {
 static struct {
     const char *via, *connect, *auth, *hello, *direction;
     long total, concurrency, tunnels, window, size;
-    double seconds, warmup, timeout;
-    bool stalled;
-} option = {.direction = "down", .total = 1000, .concurrency = 32, .tunnels = 1, .window = 32, .size = 1,
+    double seconds, warmup, timeout, pace;
+    bool stalled, fresh;
+} option = {.direction = "down", .concurrency = 32, .tunnels = 1, .window = 32, .size = 1,
             .seconds = 3, .warmup = 0.5, .timeout = 10};
 
 enum state { FREE, CONNECTING, REPLY, OPEN, ENDING, DONE };
@@ -155,8 +158,9 @@ struct tunnel {
 static struct tunnel *tunnels;
 static struct sockaddr_in via;
 static char head[1024], first[FIRST_MAX];
+static char *head_number; /* where each head differs from the others, if it does */
 static size_t head_size, first_size;
-static long pending, opened, finished;
+static long pending, opened;
 static uint64_t bytes_up, bytes_down;
 static struct samples latencies;
 
@@ -206,6 +210,12 @@ static bool tunnel_opened(struct tunnel *t) {
     return true;
 }
 
+/* Write the next number into the head, in as many digits as the last. */
+static void number_head(void) {
+    char *digit = head_number + NUMBER_DIGITS - 1;
+    while (++*digit > '9') *digit-- = '0';
+}
+
 /* Bring a tunnel up; true once, when it is open. */
 static bool tunnel_advance(struct tunnel *t, uint32_t events) {
     if (t->state == CONNECTING) {
@@ -218,6 +228,7 @@ static bool tunnel_advance(struct tunnel *t, uint32_t events) {
             return false;
         }
         if (!head_size) return tunnel_opened(t);
+        if (head_number) number_head();
         if (tunnel_send(t, head, head_size)) t->state = REPLY;
         return false;
     }
@@ -280,7 +291,7 @@ static void print_result(const char *mode, double seconds, double cpu, const cha
     fflush(stdout);
 }
 
-static void connect_readable(struct tunnel *t) {
+static void connect_readable(struct tunnel *t, bool measuring) {
     for (;;) {
         char byte[16];
         ssize_t size = recv(t->fd, byte, sizeof byte, 0);
@@ -289,7 +300,7 @@ static void connect_readable(struct tunnel *t) {
                 tunnel_fail(t, "another answer than the byte sent", 0);
                 return;
             }
-            record(&latencies, now() - t->began);
+            if (measuring) record(&latencies, now() - t->began);
             t->down++;
             t->state = ENDING;
         } else if (size == 0 && t->state == ENDING) {
@@ -304,38 +315,58 @@ static void connect_readable(struct tunnel *t) {
     }
 }
 
+/* By time, or a number of them without a warm-up. What was begun is finished; the rate is of what ended in the window. */
 static void run_connect(void) {
-    uint64_t began = now(), next_check = began + SECOND;
-    double cpu = cpu_seconds();
-    long started = 0;
-    print_event("start");
-    for (; started < option.concurrency && started < option.total; started++) tunnel_open(&tunnels[started]);
-    while (finished < option.total) {
+    bool by_time = !option.total;
+    uint64_t began = now(), next_check = began + SECOND, start = began + (by_time ? (uint64_t)(option.warmup * 1e9) : 0);
+    uint64_t end = UINT64_MAX;
+    double cpu = 0, seconds = 0;
+    long started = 0, running = 0, measured = 0;
+    enum { WARMING, MEASURING, FINISHING } phase = WARMING;
+    for (;;) {
+        uint64_t at = now();
+        if (phase == WARMING && at >= start) {
+            phase = MEASURING;
+            cpu = cpu_seconds();
+            start = at;
+            if (by_time) end = start + (uint64_t)(option.seconds * 1e9);
+            print_event("start");
+        }
+        if (phase == MEASURING && (at >= end || (!by_time && measured == option.total))) {
+            phase = FINISHING;
+            seconds = (double)(at - start) / 1e9;
+            cpu = cpu_seconds() - cpu;
+            print_event("stop");
+        }
+        bool goes_on = by_time ? phase != FINISHING : started < option.total;
+        for (long i = 0; goes_on && i < option.concurrency; i++) {
+            if (tunnels[i].state != FREE) continue;
+            started++, running++;
+            tunnel_open(&tunnels[i]);
+            goes_on = by_time || started < option.total;
+        }
+        if (phase == FINISHING && !running) break;
         struct epoll_event events[EVENTS];
-        int ready = wait_events(events, next_check);
+        uint64_t until = phase == WARMING ? start : end;
+        int ready = wait_events(events, phase != FINISHING && until < next_check ? until : next_check);
         for (int i = 0; i < ready; i++) {
             struct tunnel *t = &tunnels[events[i].data.u64];
             if (t->state == CONNECTING || t->state == REPLY) tunnel_advance(t, events[i].events);
-            else if (t->state != DONE) connect_readable(t);
+            else if (t->state == OPEN || t->state == ENDING) connect_readable(t, phase != WARMING);
         }
-        uint64_t at = now();
+        at = now();
         for (long i = 0; at >= next_check && i < option.concurrency; i++)
-            if (tunnels[i].state != DONE && at - tunnels[i].began > (uint64_t)(option.timeout * 1e9))
+            if (tunnels[i].state != FREE && tunnels[i].state != DONE && at - tunnels[i].began > (uint64_t)(option.timeout * 1e9))
                 tunnel_fail(&tunnels[i], "a connection", ETIMEDOUT);
         if (at >= next_check) next_check = at + SECOND;
         for (long i = 0; i < option.concurrency; i++) {
             if (tunnels[i].state != DONE) continue;
             tunnels[i].state = FREE;
-            finished++;
-            if (started < option.total) {
-                started++;
-                tunnel_open(&tunnels[i]);
-            }
+            running--;
+            if (phase == MEASURING) measured++;
         }
     }
-    double seconds = (double)(now() - began) / 1e9;
-    print_event("stop");
-    print_result("connect", seconds, cpu_seconds() - cpu, ", \"connections\": %ld", finished);
+    print_result("connect", seconds, cpu, ", \"connections\": %ld", measured);
 }
 
 static void run_echo(void) {
@@ -389,6 +420,44 @@ static void run_echo(void) {
         }
         if (t->state == OPEN) tunnel_close(t, DONE);
     }
+    print_result("echo", option.seconds, cpu, "");
+}
+
+/* A message each --pace milliseconds. One that is due while the last is on its way waits, and that is part of its latency. */
+static void run_paced_echo(void) {
+    struct tunnel *t = &tunnels[0];
+    char *message = malloc((size_t)option.size);
+    memset(message, 'x', (size_t)option.size);
+    option.tunnels = 1;
+    open_all();
+    uint64_t began = now(), start = began + (uint64_t)(option.warmup * 1e9), end = start + (uint64_t)(option.seconds * 1e9);
+    double cpu = 0;
+    bool measuring = false;
+    for (uint64_t due = began, pace = (uint64_t)(option.pace * 1e6); due < end && t->state == OPEN; due += pace) {
+        struct epoll_event events[EVENTS];
+        while (now() < due) wait_events(events, due);
+        if (!measuring && due >= start) {
+            measuring = true;
+            cpu = cpu_seconds();
+            print_event("start");
+        }
+        if (!tunnel_send(t, message, (size_t)option.size)) break;
+        t->up += (uint64_t)option.size;
+        t->mark = 0;
+        uint64_t limit = now() + (uint64_t)(option.timeout * 1e9);
+        while (t->state == OPEN && t->mark < (uint64_t)option.size) {
+            ssize_t size = recv(t->fd, scratch, sizeof scratch, 0);
+            if (size > 0) t->mark += (uint64_t)size, t->down += (uint64_t)size;
+            else if (size == 0 || errno != EAGAIN) tunnel_fail(t, "echo", size ? errno : ECONNRESET);
+            else if (now() > limit) tunnel_fail(t, "echo", ETIMEDOUT);
+            else wait_events(events, limit + 1);
+        }
+        if (measuring && t->state == OPEN) record(&latencies, now() - due);
+    }
+    /* A tunnel that was lost has no whole window. */
+    if (measuring) print_event("stop");
+    cpu = cpu_seconds() - cpu;
+    if (t->state == OPEN) tunnel_close(t, DONE);
     print_result("echo", option.seconds, cpu, "");
 }
 
@@ -493,10 +562,14 @@ static void run_idle(void) {
 static void prepare_client(char mode) {
     if (!option.via) die("--via is missing");
     via = parse_address(option.via);
-    if (option.connect)
-        head_size = (size_t)snprintf(head, sizeof head, "CONNECT %s HTTP/1.1\r\nHost: %s\r\n%s%s%s\r\n", option.connect,
+    if (option.connect) {
+        head_size = (size_t)snprintf(head, sizeof head, "CONNECT %s HTTP/1.1\r\nHost: %s\r\n%s%s%s%s\r\n", option.connect,
                                      option.connect, option.auth ? "Proxy-Authorization: Basic " : "",
-                                     option.auth ? option.auth : "", option.auth ? "\r\n" : "");
+                                     option.auth ? option.auth : "", option.auth ? "\r\n" : "",
+                                     option.fresh ? "User-Agent: bench/000000000000\r\n" : "");
+        if (head_size >= sizeof head) die("--connect and --auth are too long");
+        if (option.fresh) head_number = head + head_size - 4 - NUMBER_DIGITS;
+    }
     if (option.hello) {
         FILE *file = fopen(option.hello, "rb");
         if (!file) die("%s: %s", option.hello, strerror(errno));
@@ -516,7 +589,8 @@ int main(int argc, char **argv) {
         {"listen", 1, 0, 'l'}, {"via", 1, 0, 'v'}, {"connect", 1, 0, 'c'}, {"auth", 1, 0, 'a'},
         {"hello", 1, 0, 'h'}, {"total", 1, 0, 't'}, {"concurrency", 1, 0, 'n'}, {"tunnels", 1, 0, 'N'},
         {"window", 1, 0, 'w'}, {"size", 1, 0, 'b'}, {"seconds", 1, 0, 's'}, {"warmup", 1, 0, 'W'},
-        {"timeout", 1, 0, 'T'}, {"direction", 1, 0, 'd'}, {"stalled", 0, 0, 'S'}, {0, 0, 0, 0},
+        {"timeout", 1, 0, 'T'}, {"direction", 1, 0, 'd'}, {"stalled", 0, 0, 'S'},
+        {"fresh", 0, 0, 'f'}, {"pace", 1, 0, 'P'}, {0, 0, 0, 0},
     };
     const char *listen_on[LISTEN_MAX];
     int listen_count = 0;
@@ -540,6 +614,8 @@ int main(int argc, char **argv) {
         case 'T': option.timeout = atof(optarg); break;
         case 'd': option.direction = optarg; break;
         case 'S': option.stalled = true; break;
+        case 'f': option.fresh = true; break;
+        case 'P': option.pace = atof(optarg); break;
         default: return 2;
         }
     }
@@ -550,6 +626,7 @@ int main(int argc, char **argv) {
     prepare_client(!strcmp(mode, "connect") ? '1' : 'e');
     if (!strcmp(mode, "connect")) run_connect();
     else if (!strcmp(mode, "bulk")) run_bulk();
+    else if (!strcmp(mode, "echo") && option.pace > 0) run_paced_echo();
     else if (!strcmp(mode, "echo")) run_echo();
     else if (!strcmp(mode, "idle")) run_idle();
     else die("usage: load serve|connect|bulk|echo|idle [options]");

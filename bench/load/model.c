@@ -1,18 +1,21 @@
 /* A model provider and its clients, for benchmarks of what stands between.
  *
  *   model serve    --listen 127.0.0.1:0                         prints {"ports": [...]}, serves until stdin ends
- *   model requests --via ADDR --path P --connections C --total M --body B     one request after the other on each connection
+ *   model requests --via ADDR --path P --connections C --seconds S --body B   one request after the other on each connection,
+ *                                                               or with --total M so many
  *   model events   --via ADDR --path P --connections C --seconds S            streams, each event sent by itself
  *   model rated    --via ADDR --path P --connections C --rate R --seconds S   R requests a second, whether or not others have ended
  *   model paced    --via ADDR --path P --connections C --seconds S            streams of one event each --pace milliseconds
  *
  * What the provider answers is said by the query: `?bench=small` a short JSON reply, `?bench=events:N` a stream of N events
- * as fast as they are taken, `?bench=paced:N:MS` the same with MS milliseconds between two; or,
- * because not every relay passes a query on, by a model of that name (--model) in the body. Every event holds the moment it was sent,
- * by the clock that both ends share, so that the client knows how late it comes. --token is sent as Bearer credentials,
+ * as fast as they are taken, `?bench=paced:N:MS` the same with MS milliseconds between two; or, because not every relay passes a
+ * query on, by a model of that name (--model) in the body. Every event holds the moment it was due (sent, if it has no pace), by
+ * the clock that both ends share: so the client knows how late it comes, whoever was late. --token is sent as Bearer credentials,
  * --header as a further header line.
  *
- * Output as of load.c. `requests` and `events` time a request from its first byte sent, `first_us` to the reply's first byte.
+ * Output as of load.c. `requests` and `events` time a request from its first byte sent, `rated` from when it was due, `first_us` to
+ * the reply's first byte. `measured` replies ended in the window. Of all replies, for comparison with others' counts: `finished`,
+ * the `output_tokens` that they say they used, and `body_down`, the bytes behind their heads as they are framed.
  */
 #include "common.h"
 
@@ -67,6 +70,14 @@ static bool give_chunk(int fd, const char *data, size_t size) {
 static void schedule(int fd, uint64_t due) {
     served[fd].due = due;
     served[fd].next = -1;
+    if (last_due >= 0 && served[last_due].due > due) {
+        /* Only among streams that begin while others are late. */
+        int *link = &first_due;
+        while (served[*link].due <= due) link = &served[*link].next;
+        served[fd].next = *link;
+        *link = fd;
+        return;
+    }
     if (last_due >= 0) served[last_due].next = fd;
     else first_due = fd;
     last_due = fd;
@@ -93,7 +104,7 @@ static bool stream_turn(int fd) {
     struct served *s = &served[fd];
     char event[EVENT_MAX];
     if (s->events_left > 0) {
-        int size = snprintf(event, sizeof event, DELTA, now());
+        int size = snprintf(event, sizeof event, DELTA, s->paced ? s->due : now());
         s->events_left--;
         return give_chunk(fd, event, (size_t)size);
     }
@@ -213,13 +224,14 @@ static struct {
     int headers;
     long connections, total, body, pace;
     double seconds, warmup, rate;
-} option = {.path = "/v1/messages?bench=small", .model = "claude-bench", .connections = 16, .total = 1000, .body = 2000, .pace = 100, .rate = 100, .seconds = 3, .warmup = 0.5};
+} option = {.path = "/v1/messages?bench=small", .model = "claude-bench", .connections = 16, .body = 2000, .pace = 100, .rate = 100, .seconds = 3, .warmup = 0.5};
 
 struct client {
     int fd;
     uint64_t sent_at;
     size_t unsent; /* of the request, when the socket did not take it whole */
     bool waiting, first_seen, done;
+    int head_end; /* how much of the empty line behind the reply's head was seen */
     char tail[EVENT_MAX]; /* what may be the beginning of something that continues in the next read */
     size_t tail_size;
 };
@@ -228,7 +240,8 @@ static struct client *clients;
 static char *request;
 static size_t request_size;
 static struct samples latencies, firsts, lateness;
-static long started, finished, events_seen;
+static long started, finished, events_seen, output_tokens;
+static uint64_t body_down;
 static bool measuring;
 
 static void client_end(struct client *c) {
@@ -259,9 +272,29 @@ static void client_start(struct client *c) {
     c->sent_at = now();
     c->unsent = request_size;
     c->first_seen = false;
+    c->head_end = 0;
     c->tail_size = 0;
     c->waiting = true;
     client_send(c);
+}
+
+/* Count the bytes behind the reply's head. */
+static void count_body(struct client *c, const char *data, size_t size) {
+    static const char end[] = "\r\n\r\n";
+    size_t used = 0;
+    for (; used < size && c->head_end < 4; used++)
+        c->head_end = data[used] == end[c->head_end] ? c->head_end + 1 : data[used] == '\r';
+    body_down += size - used;
+}
+
+/* Take the tokens that a whole reply says it used, from its last bytes. */
+static void count_tokens(const char *data, size_t size) {
+    static const char name[] = "\"output_tokens\":";
+    for (size_t at = size >= sizeof name - 1 ? size - (sizeof name - 1) + 1 : 0; at-- > 0;)
+        if (!memcmp(data + at, name, sizeof name - 1)) {
+            output_tokens += atol(data + at + sizeof name - 1);
+            return;
+        }
 }
 
 /* Read what came of a reply; true when it is whole. */
@@ -276,6 +309,7 @@ static bool client_read(struct client *c) {
     uint64_t at = now();
     char *start = buffer, *end = buffer + c->tail_size + size;
     *end = 0;
+    count_body(c, buffer + c->tail_size, (size_t)size);
     if (!c->first_seen) {
         c->first_seen = true;
         if (memcmp(buffer, "HTTP/1.1 200", 12) != 0) {
@@ -299,6 +333,9 @@ static bool client_read(struct client *c) {
     size_t keep = (size_t)(end - start) < EVENT_MAX - 64 ? (size_t)(end - start) : EVENT_MAX - 64;
     memcpy(c->tail, end - keep, keep);
     c->tail_size = keep;
+    /* An event's tail is shorter than what is kept. */
+    size_t last = (size_t)(end - buffer) < EVENT_MAX ? (size_t)(end - buffer) : EVENT_MAX;
+    if (whole) count_tokens(end - last, last);
     return whole;
 }
 
@@ -350,9 +387,10 @@ static void turn(uint64_t until, bool again) {
     }
 }
 
-static void print_result(const char *mode, double seconds, double cpu) {
+static void print_result(const char *mode, double seconds, double cpu, long measured) {
     printf("{\"mode\": \"%s\", \"errors\": %ld, \"first_error\": \"%s\", \"seconds\": %.6f, \"load_cpu_s\": %.6f, "
-           "\"requests\": %ld, \"finished\": %ld, \"events\": %ld", mode, errors, first_error, seconds, cpu, started, finished, events_seen);
+           "\"requests\": %ld, \"finished\": %ld, \"measured\": %ld, \"events\": %ld, \"output_tokens\": %ld, \"body_down\": %lu",
+           mode, errors, first_error, seconds, cpu, started, finished, measured, events_seen, output_tokens, body_down);
     print_samples("latency_us", &latencies);
     print_samples("first_us", &firsts);
     print_samples("late_us", &lateness);
@@ -367,18 +405,22 @@ static void wait_for_all(double timeout) {
 }
 
 static void run_requests(void) {
+    bool by_time = !option.total;
+    uint64_t start = now() + (by_time ? (uint64_t)(option.warmup * 1e9) : 0);
+    for (long i = 0; i < option.connections && (by_time || started < option.total); i++) client_start(&clients[i]);
+    while (now() < start) turn(start, true);
     measuring = true;
+    long before = by_time ? finished : 0;
     double cpu = cpu_seconds();
-    uint64_t began = now();
+    uint64_t began = now(), end = began + (by_time ? (uint64_t)(option.seconds * 1e9) : 600 * SECOND);
     print_event("start");
-    for (long i = 0; i < option.connections && started < option.total; i++) client_start(&clients[i]);
-    uint64_t limit = now() + 600 * SECOND;
-    while (finished < option.total && finished < started && now() < limit) turn(limit, true);
+    while (now() < end && (by_time || finished < started)) turn(end, true);
+    long measured = finished - before;
     double seconds = (double)(now() - began) / 1e9;
     cpu = cpu_seconds() - cpu;
     print_event("stop");
-    wait_for_all(1);
-    print_result("requests", seconds, cpu);
+    wait_for_all(30);
+    print_result("requests", seconds, cpu, measured);
 }
 
 static struct client *find_free(void) {
@@ -392,30 +434,31 @@ static struct client *find_free(void) {
 
 static void run_rated(void) {
     option.total = 0;
+    long before = 0;
     uint64_t began = now(), start = began + (uint64_t)(option.warmup * 1e9), end = start + (uint64_t)(option.seconds * 1e9);
     double cpu = 0;
     for (uint64_t due = began, period = (uint64_t)(1e9 / option.rate); due < end; due += period) {
         while (now() < due) turn(due, false);
         if (!measuring && due >= start) {
             measuring = true;
+            before = finished;
             cpu = cpu_seconds();
             print_event("start");
         }
         struct client *c;
-        bool late = false;
-        while (!(c = find_free()) && now() < end + 30 * SECOND) {
-            late = true;
-            turn(now() + SECOND, false);
-        }
+        while (!(c = find_free()) && now() < end + 30 * SECOND) turn(now() + SECOND, false);
         if (!c) die("no connection came free");
         client_start(c);
-        /* What waited for a connection has waited from when it was due. */
-        if (late) c->sent_at = due;
+        /* Whatever kept it (no free connection, or this program itself), it has waited from when it was due. */
+        c->sent_at = due;
     }
+    long measured = finished - before;
+    /* More than was asked for, when the last ones waited. */
+    double seconds = (double)(now() - start) / 1e9;
     cpu = cpu_seconds() - cpu;
     print_event("stop");
     wait_for_all(30);
-    print_result("rated", option.seconds, cpu);
+    print_result("rated", seconds, cpu, measured);
 }
 
 static void run_streams(const char *mode) {
@@ -429,14 +472,16 @@ static void run_streams(const char *mode) {
     uint64_t start = now() + (uint64_t)(option.warmup * 1e9), end = start + (uint64_t)(option.seconds * 1e9);
     while (now() < start) turn(start, true);
     measuring = true;
+    long before = finished;
     double cpu = cpu_seconds();
     print_event("start");
     while (now() < end) turn(end, true);
     measuring = false;
+    long measured = finished - before;
     cpu = cpu_seconds() - cpu;
     print_event("stop");
     wait_for_all(option.seconds + 30);
-    print_result(mode, option.seconds, cpu);
+    print_result(mode, option.seconds, cpu, measured);
 }
 
 int main(int argc, char **argv) {

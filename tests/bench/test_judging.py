@@ -81,6 +81,24 @@ def test_goals_are_reached_missed_or_not_measured() -> None:
     assert reached["idle tunnels: at most 60 MB resident"] is None
 
 
+def test_what_is_added_to_the_first_byte_is_judged_where_all_have_the_same_rate() -> None:
+    run = Run("", "", MACHINE)
+    for scenario, ours, straight in (("first-byte", 900.0, 50.0), ("first-byte-1000", 250.0, 100.0)):
+        for peer, value in (("gateway", ours), ("direct", straight)):
+            run.records.append(Record("model", scenario, peer, 0, {"first_p50_us": value}))
+    found = {goal.text: (goal.found, goal.reached) for goal in judge(run)}
+    assert found["first byte at 1,000 requests a second: at most 300 us added at p50"] == ("150 us", True)
+
+
+@pytest.mark.parametrize(("requests", "reached"), [(100_000, False), (1_000, None)])
+def test_memory_is_not_judged_after_a_few_requests(requests: int, reached: bool | None) -> None:
+    run = Run("", "", MACHINE)
+    values = {"requests": float(requests), "growth_mb": 9.0, "rss_mb": 50.0}
+    run.records = [Record("model", "memory", "gateway", 0, values)]
+    (goal,) = (goal for goal in judge(run) if goal.text.startswith("memory"))
+    assert goal.reached is reached
+
+
 def test_a_missed_limit_of_time_is_not_judged_on_a_machine_that_others_use() -> None:
     run = Run("", "", MACHINE)
     run.records = [
