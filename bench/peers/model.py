@@ -1,8 +1,11 @@
 """Ways to a model provider: straight, through the gateway, and through other relays."""
 
+import json
 import os
 import shlex
+import socket
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -112,8 +115,6 @@ class ModelGateway(GatewayPeer):
         self._offset = self._audit.stat().st_size
 
     def _post(self, path: str, token: str, model: str) -> bytes:
-        import socket
-
         body = f'{{"model":"{model}","max_tokens":16,"messages":[]}}'.encode()
         head = (
             f"POST {path} HTTP/1.1\r\nHost: gateway\r\nAuthorization: Bearer {token}\r\n"
@@ -127,29 +128,42 @@ class ModelGateway(GatewayPeer):
             return reply
 
     def compare(self, results: Sequence[dict[str, Any]]) -> list[str]:
-        """One `close` line for each request, with the tokens that the provider said it used."""
+        """One `allow` and one `close` line for each request, no refusal; tokens as the provider said, bytes as the load received them."""
         requests = sum(result["finished"] for result in results)
-        self._settle(lambda: self._read_costs()[0] >= requests)
-        closed, tokens = self._read_costs()
+        self._settle(lambda: self._read_costs()["close"] >= requests)
+        found = self._read_costs()
         self._offset = self._audit.stat().st_size
-        problems = []
-        if closed != requests:
-            problems.append(f"the audit log has {closed} `close` lines for {requests} requests")
-        if tokens != requests * INPUT_TOKENS:
-            problems.append(f"the audit log counts {tokens} input tokens, the provider {requests * INPUT_TOKENS}")
+        problems = [
+            f"the audit log has {found[event]} `{event}` lines for {requests} requests"
+            for event in ("allow", "close")
+            if found[event] != requests
+        ]
+        if found["refuse"]:
+            problems.append(f"{found['refuse']} requests were refused")
+        for name, made, who in (
+            ("input_tokens", requests * INPUT_TOKENS, "provider"),
+            ("output_tokens", sum(result["output_tokens"] for result in results), "provider"),
+            ("bytes_down", sum(result["body_down"] for result in results), "load"),
+        ):
+            if found[name] != made:
+                problems.append(f"the audit log counts {found[name]} {name.replace('_', ' ')}, the {who} {made}")
         return problems
 
-    def _read_costs(self) -> tuple[int, int]:
-        import json
-
-        closed = tokens = 0
+    def _read_costs(self) -> Counter[str]:
+        """Count the lines since the last comparison, by event, and what the requests that ended cost."""
+        found: Counter[str] = Counter()
         with self._audit.open("rb") as file:
             file.seek(self._offset)
             for text in file:
-                if text.endswith(b"\n") and (line := json.loads(text))["event"] == "close":
-                    closed += 1
-                    tokens += line["model"]["input_tokens"]
-        return closed, tokens
+                if not text.endswith(b"\n"):
+                    break
+                line = json.loads(text)
+                found[line["event"]] += 1
+                if line["event"] == "close":
+                    found["bytes_down"] += line["bytes_down"]
+                    for name in ("input_tokens", "output_tokens"):
+                        found[name] += line["model"][name]
+        return found
 
 
 class AiohttpRelay(ProgramPeer):

@@ -3,15 +3,17 @@
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from bench import egress, sandbox
+from bench import egress, model, sandbox
 from bench.load import Client
 from bench.peers import Peer
-from bench.peers.gateway import GatewayPeer
+from bench.peers.gateway import SESSION, TOKEN, GatewayPeer
+from bench.peers.model import ModelGateway
 from bench.processes import NotRunningError, Process, lacks_pipes
 from bench.records import Record, Run, summarize
 from bench.rounds import Scenario, Settings, Stage
@@ -161,6 +163,58 @@ def test_audit_lines_or_bytes_that_do_not_equal_what_was_made_are_no_result() ->
     egress.run(run, "egress", [_Impatient()], scenarios, Settings.quick(), print)
     counted = {name: summarize(run.records, name, "gateway", "connections_per_s") is not None for name in claims}
     assert counted == {name: name == "true" for name in claims}, [each.problems for each in run.records]
+
+
+class _ImpatientModel(ModelGateway):
+    settle_s = 5
+
+    def refuse_one(self) -> None:
+        self._post(f"/model/{SESSION}/v1/messages", TOKEN, "gpt-bench")
+
+    def claim(self, event: str) -> None:
+        with self._audit.open("a") as file:
+            file.write(f'{{"event":"{event}"}}\n')
+
+
+class _Requests(Scenario):
+    """Twenty requests and three streams, about which something else is claimed, or beside which something else happened."""
+
+    def __init__(self, name: str, claimed: dict[str, int], happened: Callable[[_ImpatientModel], None]) -> None:
+        super().__init__(name)
+        self._claimed = claimed
+        self._happened = happened
+
+    def run(self, peer: Peer, stage: Stage, record: Record) -> list[dict[str, Any]]:
+        assert isinstance(peer, _ImpatientModel)
+        self._happened(peer)
+        route = peer.model_route()
+        short = Client("requests", route, ["--total", "20"], program="model").run()
+        streams = Client("requests", route.asking("bench=events:30"), ["--total", "3"], program="model").run()
+        record.values["requests_per_s"] = 1
+        return [short | {name: short[name] + more for name, more in self._claimed.items()}, streams]
+
+
+def test_audit_lines_tokens_or_bytes_of_requests_that_do_not_equal_what_was_made_are_no_result() -> None:
+    def nothing(_: _ImpatientModel) -> None:
+        pass
+
+    wrong: dict[str, tuple[dict[str, int], Callable[[_ImpatientModel], None], str]] = {
+        "an output token more": ({"output_tokens": 1}, nothing, "counts 430 output tokens, the provider 431"),
+        "a byte less": ({"body_down": -1}, nothing, "bytes down, the load"),
+        "a refusal": ({}, _ImpatientModel.refuse_one, "1 requests were refused"),
+        "an allow line more": ({}, lambda peer: peer.claim("allow"), "24 `allow` lines for 23 requests"),
+        # Last, because the gateway is given time for a line that never comes.
+        "a request more": ({"finished": 1}, nothing, "23 `close` lines for 24 requests"),
+    }
+    run = Run("", "", {})
+    scenarios = [_Requests("true", {}, nothing)]
+    scenarios += [_Requests(name, claimed, happened) for name, (claimed, happened, _) in wrong.items()]
+    model.run(run, [_ImpatientModel()], scenarios, Settings.quick(), print)
+    problems = {record.scenario: "; ".join(record.problems) for record in run.records}
+    assert problems.pop("true") == ""
+    assert problems.keys() == wrong.keys()
+    for name, (_, _, text) in wrong.items():
+        assert text in problems[name]
 
 
 def test_a_gateway_that_does_not_refuse_what_it_should_is_not_measured(monkeypatch: pytest.MonkeyPatch) -> None:
