@@ -185,7 +185,9 @@ def _notes(run: Run) -> list[str]:
 
 def _table(run: Run, columns: Sequence[_Column]) -> list[str]:
     records = run.records
-    used = [column for column in columns if any(record.scenario == column[1] for record in records)]
+    # Results of an earlier version lack what has been measured since.
+    measured = {(record.scenario, value) for record in records for value in record.values}
+    used = [column for column in columns if column[1:3] in measured]
     lines = ["| |" + "".join(f" {heading} |" for heading, *_ in used), "|---|" + "---|" * len(used)]
     for peer in run.peers:
         cells = []
