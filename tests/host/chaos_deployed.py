@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -20,10 +20,10 @@ from control.client import ControlClient, ControlUnavailableError
 from gateway.contract.limits import MIB
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
-from tests.host.chaos_windows import Fault, Window
+from tests.host.chaos_windows import Fault, Window, no_more_descriptors, order
 from tests.host.deploy_machine import Machine, drop_in
 from tests.host.deploy_site import KEY
-from tests.host.lives import SETTINGS
+from tests.host.lives import EAT, SETTINGS, ended, launch
 from tests.support.clock import DAY_S, HOUR_S, faked, library, setting
 from tests.support.gateway_process import toml
 from tests.support.paths import CHECKOUT
@@ -124,6 +124,24 @@ async def _disks_full(world: Deployed) -> None:
             path.unlink(missing_ok=True)
 
 
+def _out_of_descriptors(unit: str) -> Callable[[Deployed], Awaitable[None]]:
+    async def act(world: Deployed) -> None:
+        def run(argv: Sequence[str]) -> None:
+            world.target.run(*argv)
+
+        with no_more_descriptors(world.root / "proc", int(await world.main_pid(unit)), run):
+            await asyncio.sleep(LENGTH_S)
+
+    return act
+
+
+async def _memory_eaten(world: Deployed) -> None:
+    """A sandbox takes all memory that it may have, and is killed for it; the others must not notice."""
+    view = await ended(world.control, await launch(world.control, f"exec {EAT}"), READY_S)
+    # Whether the engine hears of the kill before the end is its own affair under such a load.
+    assert view.exit_code == 137, view
+
+
 async def _firewall_flushed(world: Deployed) -> None:
     await world.run("sh", "-c", "; ".join(f"nft delete table {table}" for table in _TABLES))
     # Nobody but the timer puts it back.
@@ -154,20 +172,25 @@ def set_clock(target: Machine, offset_s: int) -> None:
 
 
 _ALL: Final = frozenset({"tunnel", "model", "launch"})
-ENGINE: Final = "engine restarted"
+_RELOADED: Final = "gateway reloaded"
+# Sandboxes and forwarder end with the engine: the host has no live-restore.
+_WITH_ENGINE: Final = _ALL | {"session"}
 FAULTS: Final[tuple[Fault[Deployed], ...]] = (
     Fault("gateway killed", _by_systemd("kill", GATEWAY), _ALL),
     # A model stream has a while to end at a restart, and all of its time at a reload.
     Fault("gateway restarted", _by_systemd("restart", GATEWAY), frozenset({"model"})),
-    Fault("gateway reloaded", _gateway_reloaded),
+    Fault(_RELOADED, _gateway_reloaded),
     Fault("control killed", _by_systemd("kill", CONTROL)),
     Fault("control restarted", _by_systemd("restart", CONTROL)),
     Fault("forwarder killed", _forwarder_killed, _ALL),
-    # It stops the containers, sandboxes and forwarder: the host has no live-restore.
-    Fault(ENGINE, lambda world: world.systemctl("restart", "docker"), _ALL | {"session"}),
+    Fault("engine restarted", _by_systemd("restart", "docker"), _WITH_ENGINE),
+    Fault("engine killed", _by_systemd("kill", "docker"), _WITH_ENGINE),
     Fault("database away", _database_restarted),
     Fault("disks full", _disks_full, frozenset({"launch"})),
     Fault("firewall flushed", _firewall_flushed, frozenset({"launch"})),
+    Fault("gateway out of descriptors", _out_of_descriptors(GATEWAY), _ALL, NAME_S),
+    Fault("control out of descriptors", _out_of_descriptors(CONTROL), frozenset({"launch"})),
+    Fault("memory eaten", _memory_eaten),
     Fault("names silent", _names_silent, frozenset({"tunnel"}), NAME_S),
     Fault("clock an hour ahead", _clock_set(HOUR_S)),
     Fault("clock a day behind", _clock_set(-DAY_S)),
@@ -176,10 +199,14 @@ FAULTS: Final[tuple[Fault[Deployed], ...]] = (
 
 @dataclass
 class Schedule:
-    """Does every fault once and then any, in an order that `seed` decides, until `seconds` have passed."""
+    """Does every fault once and then any, in an order that `seed` decides, until `seconds` have passed.
+
+    With `few`, only so many, and the reload, which hands over the most.
+    """
 
     world: Deployed
     seed: int
+    few: int
     # Called when the sandboxes that ran have ended with the engine.
     again: Callable[[], Awaitable[None]]
     windows: list[Window[Deployed]] = field(default_factory=list)
@@ -190,14 +217,14 @@ class Schedule:
         until_s = time.monotonic() + seconds
         first = True
         while first or time.monotonic() < until_s:
-            for fault in rng.sample(FAULTS, len(FAULTS)):
+            for fault in order(FAULTS, rng, self.few, _RELOADED):
                 if not first and time.monotonic() >= until_s:
                     break
                 begin = time.time()
                 await fault.act(self.world)
                 await self._healthy(fault)
                 self.windows.append(Window(fault, begin, time.time()))
-                if fault.name == ENGINE:
+                if "session" in fault.cuts:
                     await self.again()
                 await asyncio.sleep(rng.uniform(0.2, 0.8))
             first = False

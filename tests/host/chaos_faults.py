@@ -10,7 +10,7 @@ import random
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -22,7 +22,7 @@ from control.plan.firewall import rules
 from control.plan.network import NetworkSettings
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
-from tests.host.chaos_windows import Fault, Window
+from tests.host.chaos_windows import Fault, Window, no_more_descriptors, order
 from tests.host.lives import EAT, ended, launch, until
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.engine import PrivateEngine
@@ -123,31 +123,16 @@ async def _disk_full(world: World) -> None:
             path.unlink(missing_ok=True)
 
 
-@contextlib.contextmanager
-def _few_descriptors(pid: int) -> Iterator[None]:
-    """Let a process open nothing more. Said by its own user: another's limits are for CAP_SYS_RESOURCE (prlimit(2))."""
-    uid = Path(f"/proc/{pid}").stat().st_uid
-    line = next(each for each in Path(f"/proc/{pid}/limits").read_text().splitlines() if "open files" in each)
-    soft, hard = line.split()[3:5]
-
-    def limit(number: str) -> None:
-        user = ["setpriv", f"--reuid={uid}", f"--regid={uid}", "--clear-groups", "--"]
-        subprocess.run([*user, "prlimit", f"--pid={pid}", f"--nofile={number}:{hard}"], check=True)
-
-    limit(str(max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1))
-    try:
-        yield
-    finally:
-        limit(soft)
-
-
 async def _gateways_descriptors_gone(world: World) -> None:
-    with _few_descriptors(world.host.gateway.pid):
-        await asyncio.sleep(LENGTH_S)
+    await _no_more_descriptors(world.host.gateway.pid)
 
 
 async def _controls_descriptors_gone(world: World) -> None:
-    with _few_descriptors(world.host.control.pid):
+    await _no_more_descriptors(world.host.control.pid)
+
+
+async def _no_more_descriptors(pid: int) -> None:
+    with no_more_descriptors(Path("/proc"), pid, lambda argv: subprocess.run(argv, check=True)):
         await asyncio.sleep(LENGTH_S)
 
 
@@ -176,6 +161,7 @@ async def _memory_eaten(world: World) -> None:
 
 
 _ALL = frozenset({"tunnel", "model", "launch"})
+_KILLING: Final = "engine killed"
 FAULTS: Final = (
     Fault("gateway killed", _gateway_killed, _ALL),
     # Tunnels are parked with the manager; a model stream has a while to end, and then is cut.
@@ -184,7 +170,7 @@ FAULTS: Final = (
     Fault("control restarted", _control_restarted),
     Fault("forwarder killed", _forwarder_killed, _ALL),
     Fault("engine restarted", _engine_restarted, frozenset({"launch", "exit"})),
-    Fault("engine killed", _engine_killed, frozenset({"launch", "exit"})),
+    Fault(_KILLING, _engine_killed, frozenset({"launch", "exit"})),
     Fault("database away", _database_away),
     Fault("disk full", _disk_full, frozenset({"launch"})),
     Fault("gateway out of descriptors", _gateways_descriptors_gone, _ALL, NAME_S),
@@ -215,7 +201,7 @@ class Schedule:
         first = True
         while first or time.time() < until_s:
             if not left:
-                left = self._order(rng)
+                left = order(FAULTS, rng, self.few, _KILLING)
             fault = left.pop()
             begin = time.time()
             await fault.act(self.world)
@@ -223,15 +209,6 @@ class Schedule:
             self.windows.append(Window(fault, begin, time.time()))
             first = first and bool(left)
             await asyncio.sleep(rng.uniform(0.5, 1.5))
-
-    def _order(self, rng: random.Random) -> list[Fault[World]]:
-        order = rng.sample(FAULTS, len(FAULTS))
-        if not self.few:
-            return order
-        killing = next(fault for fault in order if fault.act is _engine_killed)
-        order.remove(killing)
-        order.insert(rng.randrange(self.few + 1), killing)
-        return order[: self.few + 1]
 
     async def _healthy(self, fault: Fault[World]) -> None:
         try:

@@ -84,10 +84,10 @@ class Load:
         return path.read_bytes() if path.exists() else b""
 
 
-async def chaos(world: Deployed, seconds: float, seed: int) -> None:
-    """Break a host under load in the order of a seed, each thing once or for so long; hold the end against what was done."""
+async def chaos(world: Deployed, seconds: float, seed: int, few: int) -> None:
+    """Break a host under load in the order of a seed, each thing once, `few` things or for so long; hold the end against it."""
     load = Load(world, seed)
-    schedule = Schedule(world, seed, load.again)
+    schedule = Schedule(world, seed, few, load.again)
     before = await _sockets(world)
     over = asyncio.Event()
     await load.begin()

@@ -1,7 +1,10 @@
-"""A fault of a chaos test, which may cut some kinds of things, and the time in which it did."""
+"""A fault of a chaos test, which may cut some kinds of things, the order of many, and the time in which one did."""
 
-from collections.abc import Awaitable, Callable
+import contextlib
+import random
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 World = TypeVar("World")
@@ -32,3 +35,41 @@ class Window(Generic[World]):
     def explains(self, kind: str, begin: float, end: float) -> bool:
         """Tell whether something of this kind that failed between two times may have failed by it."""
         return kind in self.fault.cuts and begin <= self.end + self.fault.after_s and end >= self.begin
+
+
+def order(faults: Sequence[Fault[World]], rng: random.Random, few: int, always: str) -> list[Fault[World]]:
+    """Return the faults in an order that `rng` decides; not 0, `few` says how many of them beside the one that is never left out."""
+    drawn = rng.sample(faults, len(faults))
+    if not few:
+        return drawn
+    kept = next(fault for fault in drawn if fault.name == always)
+    drawn.remove(kept)
+    drawn.insert(rng.randrange(few + 1), kept)
+    return drawn[: few + 1]
+
+
+@contextlib.contextmanager
+def no_more_descriptors(proc: Path, pid: int, run: Callable[[Sequence[str]], object]) -> Iterator[None]:
+    """Let a process open nothing more. `proc` is where it is seen, `run` runs a command there.
+
+    Said by its own user: another's limits are for CAP_SYS_RESOURCE (prlimit(2)).
+    """
+    process = proc / str(pid)
+    ids = dict(
+        line.split(":\t", 1)
+        for line in (process / "status").read_text().splitlines()
+        if line.startswith(("Uid", "Gid"))
+    )
+    uid, gid = (ids[name].split()[0] for name in ("Uid", "Gid"))
+    line = next(each for each in (process / "limits").read_text().splitlines() if "open files" in each)
+    soft, hard = line.split()[3:5]
+
+    def limit(number: str) -> None:
+        user = ["setpriv", f"--reuid={uid}", f"--regid={gid}", "--clear-groups", "--"]
+        run([*user, "prlimit", f"--pid={pid}", f"--nofile={number}:{hard}"])
+
+    limit(str(max(int(entry.name) for entry in (process / "fd").iterdir()) + 1))
+    try:
+        yield
+    finally:
+        limit(soft)

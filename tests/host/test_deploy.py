@@ -25,7 +25,7 @@ from tests.host.chaos_verdict import chaos
 from tests.host.deploy_machine import Machine, MachineError, drop_in, machine, missing_programs
 from tests.host.deploy_paths import SERVE, ways_of_packets
 from tests.host.deploy_site import BIN, ECHO_PORT, IMAGE, INDEX, KEY, PORT, WELL, Site
-from tests.host.test_chaos import SECONDS, SEED
+from tests.host.test_chaos import FEW, SECONDS, SEED
 from tests.support.engine import PrivateEngine
 from tests.support.hostside import listening
 from tests.support.processes import spawn, stop, wait_until
@@ -393,8 +393,7 @@ def _gateway_version(target: Machine) -> str:
     return "+".join(sorted(loaded))
 
 
-# Every fault once takes minutes, and all tests have a quarter of an hour together.
-@pytest.mark.skipif(not SECONDS, reason="chaos on the deployed host is asked for: OPIFICIA_CHAOS_SECONDS=1 or more")
+# A few faults in every run; every one takes minutes, and all tests have a quarter of an hour together.
 @pytest.mark.timeout(SECONDS + 1800)
 async def test_nothing_is_lost_whatever_happens_to_the_host(site: Site) -> None:
     print(f"OPIFICIA_CHAOS_SEED={SEED}")
@@ -402,7 +401,7 @@ async def test_nothing_is_lost_whatever_happens_to_the_host(site: Site) -> None:
     with breakable(target) as outside:
         root = target.root
         async with ControlClient(f"unix:{root}/run/opificia/api/control.sock") as control:
-            await chaos(Deployed(target, root, control, outside), SECONDS, SEED)
+            await chaos(Deployed(target, root, control, outside), SECONDS, SEED, FEW)
 
 
 def test_uninstalling_leaves_the_machine_as_it_was(site: Site) -> None:
