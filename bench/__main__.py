@@ -104,9 +104,6 @@ def _add_suite(suite: argparse.ArgumentParser, name: str) -> None:
         suite.add_argument("--rounds", type=at_least(1), default=3)
     if proxies or everything:
         suite.add_argument("--seconds", type=positive, default=3.0, help="of one measurement")
-        suite.add_argument(
-            "--connections", type=at_least(100), default=20_000, help="connections or requests of one measurement"
-        )
         suite.add_argument("--idle", type=at_least(10), default=5_000, metavar="TUNNELS")
     if name == "sandbox" or everything:
         suite.add_argument(

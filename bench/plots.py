@@ -30,7 +30,7 @@ _COLOURS: Final = {
 _OTHER: Final = "#795548"
 
 _BULK: Final = {f"{number} {way}": f"bulk-{number}-{way}" for way in ("down", "up", "both") for number in (1, 16, 256)}
-_CONNECTIONS: Final = {"plain": "connections", "TLS": "connections-tls"}
+_CONNECTIONS: Final = {"plain": "connections", "heads that differ": "connections-fresh", "TLS": "connections-tls"}
 _API: Final = {name: f"api-{name}" for name in ("create", "get", "list", "list-failed")}
 _API_BUSY: Final = {name: f"{scenario}-4-at-once" for name, scenario in _API.items()}
 _STARTS: Final = {"one": "start-1", "eight at once": "start-8"}
@@ -40,7 +40,7 @@ _BARS: Final[tuple[tuple[str, str, str, dict[str, str]], ...]] = (
     ("cpu-per-gb", "CPU seconds per GB by number of tunnels", "cpu_s_per_gb", _BULK),
     ("connections", "Connections per second", "connections_per_s", _CONNECTIONS),
     ("cpu-per-connection", "CPU µs per connection", "cpu_us_per_connection", _CONNECTIONS),
-    ("cpu-per-message", "CPU µs per message", "cpu_us_per_message", {"1 tunnel": "echo", "64 tunnels": "echo-64"}),
+    ("cpu-per-message", "CPU µs per message", "cpu_us_per_message", {"1 tunnel": "echo", "each 2 ms": "echo-paced", "64 tunnels": "echo-64"}),
     ("idle-memory-per-tunnel", "Memory of an idle tunnel, KiB", "rss_kib_per_tunnel", {"idle": "idle"}),
     ("model-requests", "Model requests per second", "requests_per_s", {"2 KB": "requests-small", "115 KB": "requests-large"}),
     ("model-cpu", "CPU µs per model request", "cpu_us_per_request", {"2 KB": "requests-small", "115 KB": "requests-large"}),
@@ -55,7 +55,7 @@ _LATENCIES: Final[tuple[tuple[str, str, dict[str, str]], ...]] = (
     (
         "echo",
         "",
-        {"echo, one tunnel": "echo", "64 tunnels": "echo-64", "under bulk": "echo-under-bulk", "stalled readers": "echo-stalled-readers"},
+        {"echo, one tunnel": "echo", "each 2 ms": "echo-paced", "64 tunnels": "echo-64", "under bulk": "echo-under-bulk", "stalled readers": "echo-stalled-readers"},
     ),
     ("connect-latency", "", {"a connection, 32 at a time": "connections", "TLS": "connections-tls"}),
     ("model-latency", "", {"a small request": "requests-small", "a large one": "requests-large"}),

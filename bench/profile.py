@@ -52,7 +52,7 @@ def run(name: str, seconds: float, console: Console) -> int:
             api.watch(run_, plan, name, [partial(_watch, tool, console) for tool in tools], say)
         else:
             suite, scenario = found[0]
-            settings = Settings(rounds=1, seconds=seconds, connections=int(seconds * 5_000))
+            settings = Settings(rounds=1, seconds=seconds)
             watched: list[Scenario] = [_Watched(scenario, tool, console) for tool in tools]
             if suite == "model":
                 model.run(run_, [ModelGateway()], watched, settings, say)

@@ -19,61 +19,75 @@ END: Final = "<!-- benchmarks: end -->"
 
 # A column: heading, scenario, value, format.
 _Column = tuple[str, str, str, str]
-_TABLES: Final[dict[str, tuple[_Column, ...]]] = {
+_TABLES: Final[dict[str, tuple[tuple[_Column, ...], ...]]] = {
     "egress": (
-        ("1 tunnel GB/s", "bulk-1-down", "gb_per_s", ".1f"),
-        ("CPU s/GB", "bulk-1-down", "cpu_s_per_gb", ".2f"),
-        ("16 tunnels GB/s", "bulk-16-down", "gb_per_s", ".1f"),
-        ("CPU s/GB", "bulk-16-down", "cpu_s_per_gb", ".2f"),
-        ("connections/s", "connections", "connections_per_s", ",.0f"),
-        ("CPU µs each", "connections", "cpu_us_per_connection", ",.0f"),
-        ("heads that differ: CPU µs each", "connections-fresh", "cpu_us_per_connection", ",.0f"),
-        ("echo p50 µs", "echo", "p50_us", ",.0f"),
-        ("p99 µs", "echo", "p99_us", ",.0f"),
-        ("CPU µs a message", "echo", "cpu_us_per_message", ".1f"),
-        ("each 2 ms: p50 µs", "echo-paced", "p50_us", ",.0f"),
-        ("p99 µs", "echo-paced", "p99_us", ",.0f"),
-        ("CPU µs a message", "echo-paced", "cpu_us_per_message", ".1f"),
-        ("idle tunnels' MB", "idle", "rss_mb", ",.0f"),
+        (
+            ("1 tunnel GB/s", "bulk-1-down", "gb_per_s", ".1f"),
+            ("CPU s/GB", "bulk-1-down", "cpu_s_per_gb", ".2f"),
+            ("16 tunnels GB/s", "bulk-16-down", "gb_per_s", ".1f"),
+            ("CPU s/GB", "bulk-16-down", "cpu_s_per_gb", ".2f"),
+            ("connections/s", "connections", "connections_per_s", ",.0f"),
+            ("CPU µs each", "connections", "cpu_us_per_connection", ",.0f"),
+            ("heads that differ: CPU µs each", "connections-fresh", "cpu_us_per_connection", ",.0f"),
+            ("idle tunnels' MB", "idle", "rss_mb", ",.0f"),
+        ),
+        (
+            ("echo p50 µs", "echo", "p50_us", ",.0f"),
+            ("p99 µs", "echo", "p99_us", ",.0f"),
+            ("CPU µs a message", "echo", "cpu_us_per_message", ".1f"),
+            ("each 2 ms: p50 µs", "echo-paced", "p50_us", ",.0f"),
+            ("p99 µs", "echo-paced", "p99_us", ",.0f"),
+            ("CPU µs a message", "echo-paced", "cpu_us_per_message", ".1f"),
+        ),
     ),
     "model": (
-        ("requests/s", "requests-small", "requests_per_s", ",.0f"),
-        ("CPU µs each", "requests-small", "cpu_us_per_request", ",.0f"),
-        ("115 KB: CPU µs each", "requests-large", "cpu_us_per_request", ",.0f"),
-        ("events/s", "events-stream", "events_per_s", ",.0f"),
-        ("CPU µs each", "events-stream", "cpu_us_per_event", ".1f"),
-        ("late p50 µs", "events-stream", "late_p50_us", ",.0f"),
-        ("p99 µs", "events-stream", "late_p99_us", ",.0f"),
-        ("first byte at a quarter of saturation: p50 µs", "first-byte", "first_p50_us", ",.0f"),
-        ("p99 µs", "first-byte", "first_p99_us", ",.0f"),
-        ("at 1,000/s: p50 µs", "first-byte-1000", "first_p50_us", ",.0f"),
-        ("p99 µs", "first-byte-1000", "first_p99_us", ",.0f"),
-        ("1,000 streams of 10 events/s: late p50 µs", "paced-1000", "late_p50_us", ",.0f"),
-        ("p99 µs", "paced-1000", "late_p99_us", ",.0f"),
-        ("CPU µs each", "paced-1000", "cpu_us_per_event", ".1f"),
-        ("of 50/s: keeps up", "paced-1000-fast", "delivered", ".1%"),
-        ("late p99 µs", "paced-1000-fast", "late_p99_us", ",.0f"),
+        (
+            ("requests/s", "requests-small", "requests_per_s", ",.0f"),
+            ("CPU µs each", "requests-small", "cpu_us_per_request", ",.0f"),
+            ("115 KB: CPU µs each", "requests-large", "cpu_us_per_request", ",.0f"),
+            ("events/s", "events-stream", "events_per_s", ",.0f"),
+            ("CPU µs each", "events-stream", "cpu_us_per_event", ".1f"),
+            ("late p50 µs", "events-stream", "late_p50_us", ",.0f"),
+            ("p99 µs", "events-stream", "late_p99_us", ",.0f"),
+        ),
+        (
+            ("first byte at a quarter of saturation: p50 µs", "first-byte", "first_p50_us", ",.0f"),
+            ("p99 µs", "first-byte", "first_p99_us", ",.0f"),
+            ("at 1,000/s: p50 µs", "first-byte-1000", "first_p50_us", ",.0f"),
+            ("p99 µs", "first-byte-1000", "first_p99_us", ",.0f"),
+            ("1,000 streams of 10 events/s: late p50 µs", "paced-1000", "late_p50_us", ",.0f"),
+            ("p99 µs", "paced-1000", "late_p99_us", ",.0f"),
+            ("CPU µs each", "paced-1000", "cpu_us_per_event", ".1f"),
+            ("of 50/s: keeps up", "paced-1000-fast", "delivered", ".1%"),
+            ("late p99 µs", "paced-1000-fast", "late_p99_us", ",.0f"),
+        ),
     ),
     "sandbox": (
-        ("one, ms", "start-1", "ms", ",.0f"),
-        ("eight at once: median ms", "start-8", "ms", ",.0f"),
-        ("slowest ms", "start-8", "max_ms", ",.0f"),
-        ("100 sessions, eight at a time, s", "sessions-100", "seconds", ".0f"),
-        ("control grew, MiB", "sessions-100", "control_growth_mib", "+.1f"),
+        (
+            ("one, ms", "start-1", "ms", ",.0f"),
+            ("eight at once: median ms", "start-8", "ms", ",.0f"),
+            ("slowest ms", "start-8", "max_ms", ",.0f"),
+            ("100 sessions, eight at a time, s", "sessions-100", "seconds", ".0f"),
+            ("control grew, MiB", "sessions-100", "control_growth_mib", "+.1f"),
+        ),
     ),
     "handover": (
-        ("GB/s, every byte checked", "transfer", "gb_per_s", ".2f"),
-        ("CPU s/GB", "transfer", "cpu_s_per_gb", ".2f"),
-        ("one restart or reload, s", "transfer", "restart_s", ".2f"),
+        (
+            ("GB/s, every byte checked", "transfer", "gb_per_s", ".2f"),
+            ("CPU s/GB", "transfer", "cpu_s_per_gb", ".2f"),
+            ("one restart or reload, s", "transfer", "restart_s", ".2f"),
+        ),
     ),
     "api": (
-        ("create p50 ms", "api-create", "p50_ms", ".1f"),
-        ("p99 ms", "api-create", "p99_ms", ".1f"),
-        ("get p50 ms", "api-get", "p50_ms", ".1f"),
-        ("p99 ms", "api-get", "p99_ms", ".1f"),
-        ("list 100: p50 ms", "api-list", "p50_ms", ".1f"),
-        ("p99 ms", "api-list", "p99_ms", ".1f"),
-        ("four at once: p99 ms", "api-list-4-at-once", "p99_ms", ".1f"),
+        (
+            ("create p50 ms", "api-create", "p50_ms", ".1f"),
+            ("p99 ms", "api-create", "p99_ms", ".1f"),
+            ("get p50 ms", "api-get", "p50_ms", ".1f"),
+            ("p99 ms", "api-get", "p99_ms", ".1f"),
+            ("list 100: p50 ms", "api-list", "p50_ms", ".1f"),
+            ("p99 ms", "api-list", "p99_ms", ".1f"),
+            ("four at once: p99 ms", "api-list-4-at-once", "p99_ms", ".1f"),
+        ),
     ),
 }
 TITLES: Final = {
@@ -148,9 +162,11 @@ def section(name: str, run: Run, folder: str, exists: Callable[[str], bool]) -> 
     how = "one round" if rounds == 1 else f"medians of {rounds} interleaved rounds"
     parts = [f"**{title}**: `{run.command}`, {how}, {where}; {raw}."]
     if suite in _TABLES:
-        table = "\n".join(_table(run, _TABLES[suite]))
-        parts.append(table)
-        if legend := [f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if mark in table]:
+        tables = ["\n".join(_table(run, columns)) for columns in _TABLES[suite]]
+        parts += [table for table in tables if table]
+        if legend := [
+            f"{mark}: {meaning}" for mark, meaning in _MARKS.items() if any(mark in table for table in tables)
+        ]:
             parts.append("; ".join(legend) + ".")
     if notes := _notes(run):
         parts.append(f"Notes: {'; '.join(notes)}.")
@@ -188,6 +204,8 @@ def _table(run: Run, columns: Sequence[_Column]) -> list[str]:
     # Results of an earlier version lack what has been measured since.
     measured = {(record.scenario, value) for record in records for value in record.values}
     used = [column for column in columns if column[1:3] in measured]
+    if not used:
+        return []
     lines = ["| |" + "".join(f" {heading} |" for heading, *_ in used), "|---|" + "---|" * len(used)]
     for peer in run.peers:
         cells = []

@@ -25,14 +25,13 @@ class Settings:
 
     rounds: int = 3
     seconds: float = 3.0
-    connections: int = 20_000
     idle_tunnels: int = 5_000
     concurrency: int = 32
 
     @classmethod
     def quick(cls) -> "Settings":
         """Return what shows that all works, as fast as that can be shown; its numbers mean nothing."""
-        return cls(rounds=1, seconds=0.2, connections=300, idle_tunnels=100)
+        return cls(rounds=1, seconds=0.2, idle_tunnels=100)
 
 
 @dataclass(slots=True)

@@ -48,11 +48,7 @@ class _ProxyJob(Job):
 
     def __init__(self, name: str, options: argparse.Namespace) -> None:
         super().__init__(name)
-        self._settings = (
-            Settings.quick()
-            if options.quick
-            else Settings(options.rounds, options.seconds, options.connections, options.idle)
-        )
+        self._settings = Settings.quick() if options.quick else Settings(options.rounds, options.seconds, options.idle)
         self._peers: list[Peer]
         self._chosen: list[Scenario]
         if name == "model":

@@ -49,7 +49,7 @@ def run_program(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
         ("egress", "--rounds", "0"),
         ("egress", "--seconds", "-1"),
         ("curves", "--seconds", "nan"),
-        ("model", "--connections", "0"),
+        ("model", "--rounds", "none"),
         ("egress", "--idle", "0"),
         ("sandbox", "--starts", "-1"),
         ("handover", "--tunnels", "0"),
