@@ -191,11 +191,16 @@ def _show(file: Path, console: Console) -> int:
     return 0
 
 
+def _end(number: int, _frame: object) -> None:
+    """End as with Ctrl-C: what was started is stopped. Once: timeout(1) signals the process and then its group."""
+    signal.signal(number, signal.SIG_IGN)
+    sys.exit(128 + number)
+
+
 def main() -> int:
     """Run the command line."""
     options = _parser().parse_args()
-    # As with Ctrl-C: what was started is stopped.
-    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    signal.signal(signal.SIGTERM, _end)
     # Tables need room; a file or a pipe has as much as they want.
     console = Console() if sys.stdout.isatty() else Console(width=130)
     match options.command_name:

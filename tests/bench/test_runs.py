@@ -1,6 +1,8 @@
 """Every suite once, for correctness: a run with errors, or whose audit lines do not equal what was made, must say so."""
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -14,7 +16,7 @@ from bench.load import Client
 from bench.peers import Peer
 from bench.peers.gateway import SESSION, TOKEN, GatewayPeer
 from bench.peers.model import ModelGateway
-from bench.processes import NotRunningError, Process, lacks_pipes
+from bench.processes import NotRunningError, Process, family, lacks_pipes
 from bench.records import Record, Run, summarize
 from bench.rounds import Scenario, Settings, Stage
 from tests.support.paths import CHECKOUT
@@ -224,3 +226,19 @@ def test_a_gateway_that_does_not_refuse_what_it_should_is_not_measured(monkeypat
     egress.run(run, "egress", [GatewayPeer()], [_Connections("true", {})], Settings.quick(), print)
     assert not run.records
     assert "host.internal.bench.example" in run.failed[0]
+
+
+def test_a_run_that_is_told_to_end_again_and_again_leaves_no_peer_behind(tmp_path: Path) -> None:
+    arguments = ("--peer", "direct", "--peer", "c-splicer", "--peer", "gateway", "--scenario", "bulk-1-down")
+    command = [sys.executable, "-m", "bench", "egress", *arguments, "--seconds", "600", "--out", str(tmp_path)]
+    with subprocess.Popen(command, cwd=CHECKOUT, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert any(line.startswith("round 1/") for line in process.stdout)
+        started = family(process.pid)[1:]
+        assert len(started) >= 2, started
+        while process.poll() is None:
+            process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.05)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert [pid for pid in started if Path(f"/proc/{pid}").exists()] == []
