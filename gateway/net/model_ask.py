@@ -8,7 +8,7 @@ from gateway.registry import Registry, Session
 class Ask:
     """What is asked by `request`, of whom, in whose name. A connection keeps its last one while it `is_current`."""
 
-    __slots__ = ("_fixed", "_grant", "_head", "must_read", "provider", "request", "session")
+    __slots__ = ("_fixed", "_grant", "_head", "key", "must_read", "provider", "request", "session")
 
     def __init__(self, session: Session, provider: Provider, request: Request) -> None:
         self.session = session
@@ -18,6 +18,8 @@ class Ask:
         # The provider's own header lines that `_head` was made with.
         self._fixed = b""
         self._head = b""
+        # The key in `_head`: the one that a reply may repeat, also when the provider has another by then.
+        self.key = b""
         route = request.destination.route
         # Whether a rule of the session must read the body.
         self.must_read = route.body is not None and (
@@ -40,5 +42,6 @@ class Ask:
                 request.destination.target,
             )
             self._fixed = fixed
+            self.key = self.provider.key()
             self._head = b"".join((line, fixed, request.passed))
         return self._head

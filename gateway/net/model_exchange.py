@@ -17,6 +17,7 @@ from gateway.core.model_phase import Phase, patience_ms
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.model_reply import Reply
 from gateway.core.model_upload import Upload, framing_line
+from gateway.core.redact import redact
 from gateway.core.usage import NO_USAGE
 from gateway.core.verdict import CloseReason, DenyReason
 from gateway.net.model_ask import Ask
@@ -190,7 +191,7 @@ class Exchange:
         self.refuse(ModelRefusal(reason, message))
 
     def interim_reply(self, head: bytes) -> None:
-        self._client.write(head)
+        self._client.write(redact(head, self._ask.key))
 
     def reply_started(self, status: int, head: bytes) -> Callable[[bytes], object]:
         ask = self._ask
@@ -198,8 +199,8 @@ class Exchange:
         self._phase = Phase.REPLYING
         self._replay = None
         close = ask.request.terms.close or self.receiving or self._proxy.draining
-        reply = self._reply = Reply(ask.request.destination.route, status, head, ask.provider.key(), close=close)
-        return reply.usage.feed
+        reply = self._reply = Reply(ask.request.destination.route, status, head, ask.key, close=close)
+        return reply.body_reader
 
     def relay(self, data: bytes) -> None:
         reply = self._reply
