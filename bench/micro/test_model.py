@@ -131,7 +131,7 @@ def test_account_for_a_request(benchmark: BenchmarkFixture) -> None:
         assert account.start(0.0, 64, metered=True) is None
         reservation = account.reserve(25_000, 32_000)
         assert isinstance(reservation, Reservation)
-        account.settle(reservation, TokenUsage(25_000, 512), Outcome.KNOWN, 4000)
+        account.settle(reservation, TokenUsage(25_000, 512), Outcome.KNOWN, relayed_bytes=4000, seconds=1.0)
         account.finish()
 
     benchmark(use)

@@ -1,9 +1,11 @@
 """A session's model budget: what it used, what is reserved for requests in flight, what it may still ask.
 
 A request is let in while anything is left that is neither used nor reserved, and reserves the most it can cost; when it
-ends the reservation is replaced by what was used. So however many come at once, a budget is exceeded by no more than the
-last reservation. Input is counted with what was read from and written to the provider's cache: a budget that leaves them
-out is passed by caching everything.
+ends the reservation is replaced by what was used. So however many come at once, a budget of output is exceeded by no more
+than the last reservation. One of input is too, as long as all of a request's input is in its bytes; what a request only names
+(an earlier response, a conversation, a file, a URL, what a tool of the provider's finds) is in no reservation, and a budget
+is exceeded by what the requests in flight bring in that way. Input is counted with what was read from and written to the
+provider's cache: a budget that leaves them out is passed by caching everything.
 """
 
 import enum
@@ -27,6 +29,8 @@ _RETRY_SOON_S: Final = 1
 # Relayed bytes per output token, for streams that end before they say what they used. An event of ~150 bytes carries
 # about four tokens, so this is on the high side, as an estimate against an interested party has to be.
 _BYTES_PER_OUTPUT_TOKEN: Final = 16
+# What a model makes unseen, for requests without a limit that end before anything is said. Large models make 50 to 100.
+_OUTPUT_TOKENS_PER_S: Final = 100
 
 
 class Outcome(enum.Enum):
@@ -36,15 +40,19 @@ class Outcome(enum.Enum):
     KNOWN = "known"
     # The reply was whole, but its counts could not be read.
     UNREADABLE = "unreadable"
-    # The request or its reply was cut.
+    # The request was sent, and it or its reply was cut.
     CUT = "cut"
 
 
 class Reservation(msgspec.Struct, frozen=True):
-    """The most that a request in flight can cost, in tokens."""
+    """What is set aside for a request in flight, in tokens.
+
+    While `is_capped` the output is the most that the request allows; otherwise it says none, and this is all that was left.
+    """
 
     input_tokens: int
     output_tokens: int
+    is_capped: bool = True
 
 
 class ModelAccount:
@@ -183,19 +191,29 @@ class ModelAccount:
                 "What is left of the session's token budget is reserved for requests in flight",
                 _RETRY_SOON_S,
             )
+        is_capped = output_tokens is not None
         if output_tokens is None:
             left = self._most_output - used_output - self._reserved_output if self._budget.output_tokens else 0
             output_tokens = max(0, left)
         self._reserved_input += input_tokens
         self._reserved_output += output_tokens
-        return Reservation(input_tokens, output_tokens)
+        return Reservation(input_tokens, output_tokens, is_capped)
 
-    def settle(self, reservation: Reservation | None, usage: TokenUsage, outcome: Outcome, relayed_bytes: int) -> None:
+    def settle(
+        self,
+        reservation: Reservation | None,
+        usage: TokenUsage,
+        outcome: Outcome,
+        *,
+        relayed_bytes: int = 0,
+        seconds: float = 0.0,
+    ) -> None:
         """Book what a request used, in place of what it had reserved.
 
         What the provider did not say is charged to a request that had a reservation: the whole reservation when a reply
-        was unreadable; when it was cut, all the input reserved unless the provider had said how much, and output by the
-        bytes that reached the client. To leave before the last event must not be cheaper than to stay.
+        was unreadable; when it was cut, all the input reserved unless the provider had said how much, and output as
+        `_estimate` has it by the bytes that reached the client and the `seconds` that the request took. To leave before
+        the last event, or before the first, must not be cheaper than to stay.
         """
         if reservation is not None:
             self._reserved_input -= reservation.input_tokens
@@ -203,7 +221,7 @@ class ModelAccount:
             if outcome is Outcome.UNREADABLE:
                 usage = TokenUsage(reservation.input_tokens, reservation.output_tokens)
             elif outcome is Outcome.CUT:
-                usage = _estimate(reservation, usage, relayed_bytes)
+                usage = _estimate(reservation, usage, relayed_bytes, seconds)
         total = self._tokens
         total.input_tokens += usage.input_tokens
         total.output_tokens += usage.output_tokens
@@ -223,13 +241,19 @@ class ModelAccount:
         return ModelRefusal(DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up")
 
 
-def _estimate(reservation: Reservation, usage: TokenUsage, relayed_bytes: int) -> TokenUsage:
+def _estimate(reservation: Reservation, usage: TokenUsage, relayed_bytes: int, seconds: float) -> TokenUsage:
+    output_tokens = relayed_bytes // _BYTES_PER_OUTPUT_TOKEN
+    if not usage.output_tokens:
+        # Nothing was said: a reply that comes whole may have been all but made, and no byte of it shows that.
+        output_tokens = (
+            reservation.output_tokens
+            if reservation.is_capped
+            else max(output_tokens, math.ceil(seconds * _OUTPUT_TOKENS_PER_S))
+        )
     said_input = usage.input_tokens or usage.cache_read_tokens or usage.cache_write_tokens
     return TokenUsage(
         input_tokens=usage.input_tokens if said_input else reservation.input_tokens,
-        output_tokens=max(
-            usage.output_tokens, min(reservation.output_tokens, relayed_bytes // _BYTES_PER_OUTPUT_TOKEN)
-        ),
+        output_tokens=max(usage.output_tokens, min(reservation.output_tokens, output_tokens)),
         cache_read_tokens=usage.cache_read_tokens,
         cache_write_tokens=usage.cache_write_tokens,
     )

@@ -233,6 +233,7 @@ class Exchange:
             self._pending, self._replay = self._replay, None
             self._pending_bytes = self._replay_bytes
             self._phase = Phase.CONNECTING
+            self._sent_any = False
             self._quiet_since = time.monotonic()
             self._ask.provider.pool.acquire(self, fresh=True)
         else:
@@ -257,7 +258,7 @@ class Exchange:
             return
         receiving = self.receiving
         request = self._ask.request
-        self._end(refusal.reason, Outcome.CUT if self._sent_any else Outcome.KNOWN)
+        self._end(refusal.reason, Outcome.CUT)
         self._client.refuse(request.destination.shape, refusal, close=receiving or request.terms.close)
 
     def _time_out(self, message: str) -> None:
@@ -293,12 +294,15 @@ class Exchange:
         reply = self._reply
         usage = NO_USAGE if reply is None else reply.usage
         tokens = usage.usage
-        if not ask.request.destination.route.metered:
+        seconds = time.monotonic() - self._started
+        refused = reply is not None and not 200 <= reply.status < 300
+        if not ask.request.destination.route.metered or not self._sent_any or refused:
+            # Nothing was spent, however it ended.
             outcome = Outcome.KNOWN
-        account.settle(self._reservation, tokens, outcome, self._bytes_down)
+        account.settle(self._reservation, tokens, outcome, relayed_bytes=self._bytes_down, seconds=seconds)
         account.finish()
         if self._opened:
-            now, first = time.monotonic(), self._first_byte_at
+            first = self._first_byte_at
             first_byte_s = first - self._started if first else None
             cost = ModelCost(
                 usage.model,
@@ -309,7 +313,7 @@ class Exchange:
                 tokens.cache_write_tokens,
                 int((first_byte_s or 0) * 1000),
             )
-            proxy.report_closed(ask, reason, cost, self._bytes_up, self._bytes_down, now - self._started, first_byte_s)
+            proxy.report_closed(ask, reason, cost, self._bytes_up, self._bytes_down, seconds, first_byte_s)
         elif isinstance(reason, DenyReason):
             proxy.report_refused(ask, reason)
 
@@ -348,7 +352,8 @@ class Exchange:
             self.refuse(facts)
             return
         if limits_tokens:
-            # A token is at least one byte of the request, so its size is the most input it can be.
+            # A token is at least one byte, so the size is the most input the body itself can be. What it only names (an
+            # earlier response, a file, a URL) is counted when the provider says it.
             reservation = session.model.reserve(len(body), facts.output_tokens)
             if isinstance(reservation, ModelRefusal):
                 self.refuse(reservation)

@@ -10,6 +10,7 @@ import pytest
 from gateway.contract.policy import ModelBudget, Usage
 from tests.model.harness import TOKEN, Proxy, running_proxy, until
 from tests.model.wire import STREAM_HEAD, Peer, Reply, ask, connected, request, scripted
+from tests.support.listener import bound
 from tests.support.provider import INPUT_TOKENS, OUTPUT_TOKENS, FakeProvider
 
 COST_IN = 35  # all the input of one reply of the fake provider, its cache included
@@ -235,6 +236,72 @@ async def test_to_leave_before_the_last_event_is_not_cheaper_than_to_stay() -> N
         await proxy.settled()
         assert proxy.usage().input_tokens == 9
         assert 500 < proxy.usage().output_tokens < 4000
+
+
+async def test_to_leave_before_the_first_byte_costs_the_reservation() -> None:
+    async def silent(peer: Peer) -> None:
+        await peer.request()
+        await peer.gone()
+
+    budget = ModelBudget(input_tokens=10_000, output_tokens=1000)
+    async with scripted(silent) as upstream, running_proxy(upstream.url, budget=budget) as proxy:
+        for count in (1, 2):
+            async with connected(proxy.port) as client:
+                await client.send(message(900))
+                await until(lambda count=count: upstream.requests == count)  # type: ignore[misc]
+            await proxy.settled()
+            assert proxy.usage().output_tokens == count * 900
+        assert_spent(await ask(proxy.port, message(900)))
+
+
+async def test_to_leave_a_whole_reply_in_the_middle_costs_the_reservation() -> None:
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b'HTTP/1.1 200 OK\r\ncontent-length: 100\r\n\r\n{"usage":{"output_tokens":9},')
+        await peer.gone()
+
+    async with (
+        scripted(handler) as upstream,
+        running_proxy(upstream.url, budget=ModelBudget(output_tokens=1000)) as proxy,
+    ):
+        async with connected(proxy.port) as client:
+            await client.send(message(900))
+            await client.reader.readuntil(b"},")
+        await proxy.settled()
+        assert proxy.usage().output_tokens == 900
+
+
+async def test_an_error_that_is_cut_costs_no_more_than_a_whole_one() -> None:
+    async def handler(peer: Peer) -> None:
+        await peer.request()
+        await peer.send(b"HTTP/1.1 529 Overloaded\r\ncontent-length: 100\r\n\r\n{}")
+        await peer.gone()
+
+    budget = ModelBudget(input_tokens=1000, output_tokens=1000)
+    async with scripted(handler) as upstream, running_proxy(upstream.url, budget=budget) as proxy:
+        async with connected(proxy.port) as client:
+            await client.send(message(900))
+            await client.reader.readuntil(b"{}")
+        await proxy.settled()
+        assert proxy.usage() == Usage(model_requests=1)
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+async def test_a_request_that_was_never_sent_costs_nothing(*, leaves: bool) -> None:
+    limits = {} if leaves else {"model_connect_timeout_ms": 500}
+    budget = ModelBudget(input_tokens=1000, output_tokens=1000)
+    with bound(("127.0.0.1", 0)) as deaf:
+        # Its TLS is never answered, so no connection is ever there.
+        upstream = f"https://127.0.0.1:{deaf.getsockname()[1]}"
+        async with running_proxy(upstream, budget=budget, limits=limits) as proxy, connected(proxy.port) as client:
+            await client.send(message(900))
+            if leaves:
+                await until(lambda: proxy.usage().model_requests == 1)
+                client.close()
+            else:
+                assert (await client.reply()).status == 504
+            await proxy.settled()
+            assert proxy.usage() == Usage(model_requests=1)
 
 
 async def test_a_new_grant_changes_the_budget_of_a_running_session(provider: FakeProvider) -> None:
