@@ -265,19 +265,22 @@ class App:
     def _reload(self, services: Services) -> None:
         """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
         notify_reloading()
-        try:
-            self._key.reload()
-            self.gateway.model.reload_keys()
-            if self._config.sessions.file:
-                problems = self.gateway.registry.replace_all(load_sessions(Path(self._config.sessions.file)))
-                for problem in problems:
-                    log.error("%s: %s", self._config.sessions.file, problem)
-        except (ModelKeyError, SettingsError) as error:
-            log.error("reload: %s", error)
+        # Each by itself: a session that was taken out of the file must not stay because a key cannot be read.
+        for read in (self._reload_sessions, self._key.reload, self.gateway.model.reload_keys):
+            try:
+                read()
+            except (ModelKeyError, SettingsError) as error:
+                log.error("reload: %s", error)
         services.resolver.reload()
         services.facts = self._facts()
         notify("READY=1")
         log.info("reloaded")
+
+    def _reload_sessions(self) -> None:
+        """Put in force what the file says now. Raises SettingsError."""
+        if file := self._config.sessions.file:
+            for problem in self.gateway.registry.replace_all(load_sessions(Path(file))):
+                log.error("%s: %s", file, problem)
 
     async def _keep_facts_current(self, services: Services) -> None:
         while True:

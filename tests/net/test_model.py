@@ -5,7 +5,7 @@ import json
 import os
 import signal
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -177,6 +177,63 @@ async def test_a_stream_survives_a_reload_that_changes_the_key(provider: FakePro
             assert (await second.reply()).status == 200
         await client.reader.readuntil(b"message_stop")
         await client.reader.readuntil(b"\r\n0\r\n\r\n")
+
+
+def gives_two_lines(key_file: Path, gateway: GatewayProcess) -> str:
+    write_key(key_file, "sk-one\nsk-two")
+    return "not one line"
+
+
+def is_readable_by_others(key_file: Path, gateway: GatewayProcess) -> str:
+    key_file.chmod(0o644)
+    return "chmod 600"
+
+
+def is_gone_with_that_of_another_provider(key_file: Path, gateway: GatewayProcess) -> str:
+    (key_file.parent / "other").unlink()
+    return f"{key_file.parent}/other cannot be read"
+
+
+@pytest.mark.parametrize("breaks", [gives_two_lines, is_readable_by_others, is_gone_with_that_of_another_provider])
+async def test_a_session_that_was_taken_away_is_gone_even_when_a_key_cannot_be_read(
+    breaks: Callable[[Path, GatewayProcess], str], provider: FakeProvider, key_file: Path
+) -> None:
+    write_key(key_file.parent / "other", "sk-other")
+    url = f"http://127.0.0.1:{provider.port}"
+    other = {"name": "other", "upstream": url, "api_key_file": str(key_file.parent / "other")}
+    config = {"model": {"upstream": url, "api_key_file": str(key_file), "provider": [other]}}
+    with gateway_process(config, [{"id": "s1"}, {"id": "s2", "token": OTHER_TOKEN}]) as gateway:
+        taken = request(token=OTHER_TOKEN, path="/model/s2/v1/messages")
+        async with connected(gateway, "s2") as client:
+            await client.send(taken)
+            assert (await client.reply()).status == 200
+        told = breaks(key_file, gateway)
+        gateway.sessions.pop()
+        gateway.write_files()
+        gateway.signal(signal.SIGHUP)
+        await until(lambda: "reloaded" in gateway.log())
+        assert told in gateway.log()
+        async with connected(gateway, "s2") as client:
+            await client.send(taken)
+            assert (await client.reply()).status == 401
+        # The other one is served, with the key of before.
+        async with connected(gateway) as client:
+            await client.send(message())
+            assert (await client.reply()).status == 200
+
+
+async def test_a_key_is_changed_even_when_the_sessions_cannot_be_read(provider: FakeProvider, key_file: Path) -> None:
+    async with modelling(provider, key_file) as (gateway, _):
+        provider.key = "sk-rotated-secret-0123456789"
+        write_key(key_file, provider.key)
+        gateway.sessions.append({"id": "s3"})
+        gateway.write_files()
+        gateway.signal(signal.SIGHUP)
+        await until(lambda: "reloaded" in gateway.log())
+        assert "exactly one of token and token_sha256" in gateway.log()
+        async with connected(gateway) as client:
+            await client.send(message())
+            assert (await client.reply()).status == 200
 
 
 async def test_stopping_lets_a_stream_end(provider: FakeProvider, key_file: Path) -> None:
