@@ -23,6 +23,8 @@ _MAX_LENGTH_DIGITS: Final = 18
 _find_length: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([1-9][0-9]{0,17})\r\n").search
 _NOT_FOUND: Final = ModelRefusal(DenyReason.NOT_FOUND, "There is nothing of this name and method at the model proxy")
 _READ: Final = frozenset({b"x-api-key", b"authorization", b"host", b"connection", b"expect", b"content-encoding"})
+# Where a request line has its target, also in a line that is otherwise none.
+_find_target: Final = re.compile(rb"[\x21-\x7e]{1,64} +([\x21-\x7e\x80-\xff]+)").match
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +158,25 @@ class RequestReader:
             return Unacceptable(destination.shape, ModelRefusal(error.reason, error.message))
         request = Request(head.method, destination, terms, passed_headers(head.headers))
         return Opening(request, framing, head.size)
+
+
+def is_for_model(data: bytes, names: Set[str]) -> bool:
+    """Tell whether what begins so, and need be no request at all, is meant for the model proxy.
+
+    Its client has a provider's SDK, which understands a refusal in the provider's shape only.
+    """
+    match = _find_target(data)
+    if match is None:
+        return False
+    target = match[1]
+    if target[:7].lower() == b"http://":
+        try:
+            authority, target = parse_absolute_http(target)
+        except AuthorityError:
+            return False
+        if authority.host not in names:
+            return False
+    return target.startswith(b"/model/")
 
 
 def read_destination(method: bytes, target: bytes, rules: RequestRules) -> Destination | ModelRefusal | Elsewhere:

@@ -13,7 +13,7 @@ from gateway.core.incomplete import INCOMPLETE
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_budget import ModelAccount, Outcome, Reservation
 from gateway.core.model_refusal import ModelRefusal, encode_refusal
-from gateway.core.model_request import Opening, RequestReader, RequestRules
+from gateway.core.model_request import Opening, RequestReader, RequestRules, is_for_model
 from gateway.core.providers import ANTHROPIC, OPENAI, SHAPES, BodyRule, ProviderSettings, parse_upstream
 from gateway.core.redact import Redactor
 from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, JsonUsage, StreamUsage, TokenUsage
@@ -101,6 +101,22 @@ def test_every_beginning_of_a_head_is_incomplete_or_refused_as_the_whole(data: b
     if isinstance(whole, Opening):
         for size in range(whole.size):
             assert RequestReader(RULES).read(head[:size]) is INCOMPLETE
+
+
+@given(
+    data=st.binary(max_size=100),
+    path=st.sampled_from([b"/model/s1/v1/messages", b"http://gateway/model/", b"HTTP://GATEWAY:80/model/x"]),
+)
+def test_whatever_follows_or_is_wrong_a_line_for_the_model_proxy_is_known_by_its_target(
+    data: bytes, path: bytes
+) -> None:
+    names = RULES.names
+    assert is_for_model(b"POST " + path + b" " + data, names)
+    assert is_for_model(b"p  " + path + b"\r\n" + data, names)
+    assert not is_for_model(b"POST /v1" + path + data, names)
+    assert not is_for_model(b"POST http://other" + data, names)
+    assert not is_for_model(b"POST\r\n" + path + data, names)
+    assert is_for_model(data, names) in (True, False)
 
 
 # --- redactor

@@ -14,7 +14,7 @@ import pytest
 
 from tests.model import wire
 from tests.model.harness import until
-from tests.model.wire import request
+from tests.model.wire import PATH, request
 from tests.net.test_plain import ask
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
@@ -234,6 +234,71 @@ async def test_a_key_is_changed_even_when_the_sessions_cannot_be_read(provider: 
         async with connected(gateway) as client:
             await client.send(message())
             assert (await client.reply()).status == 200
+
+
+REFUSED_HEADS = [
+    (request(token=TOKEN, headers=("X-A: " + "a" * 20_000,)), 431, b"head_too_large"),
+    (request(token=TOKEN, path=PATH + "?" + "a" * 20_000), 431, b"head_too_large"),
+    (request(token=TOKEN, headers=("X-A: 1",) * 200), 431, b"head_too_large"),
+    (request(token=TOKEN, headers=("X-A: \0",)), 400, b"malformed_request"),
+    (request(token=TOKEN, headers=("X-A: 1\r\n folded",)), 400, b"malformed_request"),
+    (request(token=TOKEN, headers=("X-A: 1\nX-B: 2",)), 400, b"malformed_request"),
+    (request(token=TOKEN, headers=("no header",)), 400, b"malformed_request"),
+    (f"POST {PATH} HTTP/2.0\r\n\r\n".encode(), 400, b"malformed_request"),
+    (f"POST {PATH}\r\n\r\n".encode(), 400, b"malformed_request"),
+    (f"POST  {PATH} HTTP/1.1\r\n\r\n".encode(), 400, b"malformed_request"),
+    (request(token=TOKEN, path="/model/s1/../s2/v1/messages"), 404, b"not_found"),
+    (request(token=TOKEN, path="/model/"), 404, b"not_found"),
+    (request(token=TOKEN, path=f"http://opificia-gateway{PATH}", headers=("X-A: \0",)), 400, b"malformed_request"),
+    (request(token=TOKEN, path=f"HTTP://OPIFICIA-gateway:8900{PATH}", headers=("X: 1\nY: 2",)), 400, b"malformed_request"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("shape", ["anthropic", "openai"])
+async def test_a_first_head_that_is_refused_is_answered_in_the_providers_shape(shape: str) -> None:
+    config = {"model": {"upstream": "http://127.0.0.1:9", "shape": shape}}
+    with gateway_process(config) as gateway:
+        for head, status, reason in REFUSED_HEADS:
+            async with connected(gateway) as client:
+                await client.send(head)
+                answer = await client.reply()
+                assert (answer.status, answer.header(b"x-opificia-reason")) == (status, reason), head[:100]
+                assert answer.header(b"x-should-retry") == b"false"
+                assert answer.header(b"connection") == b"close"
+                body = json.loads(answer.body)
+                assert (body.get("type") == "error") == (shape == "anthropic")
+                if shape == "openai":
+                    assert body["error"]["code"] == reason.decode()
+
+
+async def test_a_first_head_for_the_model_that_does_not_end_in_time_is_answered_in_the_providers_shape() -> None:
+    with gateway_process({"limits": {"head_timeout_ms": 300}}) as gateway:
+        async with connected(gateway) as client:
+            await client.send(f"POST {PATH} HTTP/1.1\r\nHo".encode())
+            answer = await client.reply()
+            assert (answer.status, json.loads(answer.body)["type"]) == (408, "error")
+            # The provider's SDKs ask again by themselves.
+            assert answer.header(b"x-should-retry") is None
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/",
+        "/models",
+        f"/{PATH}",
+        "/runner",
+        f"http://evil.example{PATH}",
+        f"http://opificia-gateway@evil.example{PATH}",
+    ],
+)
+async def test_a_first_head_for_anything_else_is_refused_in_the_gateways_own_shape(path: str) -> None:
+    with gateway_process() as gateway:
+        async with connected(gateway) as client:
+            await client.send(request(token=TOKEN, path=path, headers=("X-A: \0",)))
+            answer = await client.reply()
+            assert (answer.status, json.loads(answer.body)["error"]["reason"]) == (400, "malformed_request")
+            assert answer.header(b"x-should-retry") is None
 
 
 async def test_stopping_lets_a_stream_end(provider: FakeProvider, key_file: Path) -> None:
