@@ -22,9 +22,17 @@ _match_query: Final = re.compile(rb"[A-Za-z0-9._~!$&'()*+,;=:@/?%\[\]-]*").fullm
 _MAX_LENGTH_DIGITS: Final = 18
 _find_length: Final = re.compile(rb"\r\n[Cc]ontent-[Ll]ength: ([1-9][0-9]{0,17})\r\n").search
 _NOT_FOUND: Final = ModelRefusal(DenyReason.NOT_FOUND, "There is nothing of this name and method at the model proxy")
-_READ: Final = frozenset({b"x-api-key", b"authorization", b"host", b"connection", b"expect", b"content-encoding"})
+_READ: Final = frozenset(
+    {b"x-api-key", b"authorization", b"host", b"connection", b"expect", b"content-encoding", b"content-type"}
+)
 # Where a request line has its target, also in a line that is otherwise none.
 _find_target: Final = re.compile(rb"[\x21-\x7e]{1,64} +([\x21-\x7e\x80-\xff]+)").match
+# RFC 9110 §8.3, with no parameter but a charset that gives the bytes of JSON the one reading they have here: UTF-8.
+_match_utf8_type: Final = re.compile(
+    rb"""%b+/%b+(?:[ \t]*;[ \t]*charset=(?P<quote>"?)(?:utf-?8|us-ascii)(?P=quote))?"""
+    % ((rb"[!#$%&'*+\-.^_`|~0-9a-z]",) * 2),
+    re.IGNORECASE,
+).fullmatch
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +58,10 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who says to ask, what is to happen to the connection, and whether the body has a content coding."""
+    """Who says to ask, what is to happen to the connection, and whether the body is anything but plain UTF-8.
+
+    `encoded`: it has a content coding, or another charset, or nobody can tell. Two readers could take it differently.
+    """
 
     token: str
     close: bool
@@ -231,8 +242,15 @@ def _read_terms(head: Head, route: Route, framing: BodyFraming) -> Terms:
         raise _malformed("The only expectation that can be met is 100-continue")
     token = _read_token(found.get(b"x-api-key", []), found.get(b"authorization", []))
     close = any(b"close" in value.lower() for value in found.get(b"connection", ()))
-    encoded = any(value.lower() not in (b"", b"identity") for value in found.get(b"content-encoding", ()))
-    return Terms(token, close, bool(expectations), encoded)
+    return Terms(token, close, bool(expectations), _is_encoded(found))
+
+
+def _is_encoded(found: Mapping[bytes, list[bytes]]) -> bool:
+    if any(value.lower() not in (b"", b"identity") for value in found.get(b"content-encoding", ())):
+        return True
+    # In UTF-7 `+ACI-` is a quotation mark: a server that believes the charset finds keys where JSON has a string.
+    kinds = found.get(b"content-type", ())
+    return len(kinds) > 1 or any(_match_utf8_type(kind) is None for kind in kinds)
 
 
 def _read_token(keys: list[bytes], authorizations: list[bytes]) -> str:

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from typing import Any
 
 import anthropic
 import pytest
@@ -192,6 +193,67 @@ async def test_a_compressed_body_cannot_be_read_under_a_rule(provider: FakeProvi
     async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy:
         await ask(proxy.port, compressed)
     assert provider.requests[0].header("content-encoding") == "gzip"
+
+
+READ_OTHERWISE = [
+    ("Content-Type: application/json; charset=utf-7",),
+    ('Content-Type: application/json;CHARSET="UTF-7"',),
+    ("Content-Type: application/json; charset=utf-16",),
+    ("Content-Type: application/json; charset=iso-8859-1",),
+    ("Content-Type: application/json; charset='utf-8'",),
+    ('Content-Type: application/json; charset="utf-8',),
+    ("Content-Type: application/json; charset",),
+    ("Content-Type: application/json; charset=",),
+    ("Content-Type: application/json; charset=utf-8; charset=utf-7",),
+    ("Content-Type: application/json; x=y; charset=utf-7",),
+    ("Content-Type: application/json, text/plain; charset=utf-7",),
+    ("Content-Type: application/json charset=utf-7",),
+    ("Content-Type: application",),
+    ("Content-Type:",),
+    ("Content-Type: application/json", "Content-Type: application/json"),
+    ("Content-Type: application/json", "content-type: application/json; charset=utf-7"),
+]
+
+
+@pytest.mark.parametrize("rule", [{"models": ("*",)}, {"budget": ModelBudget(output_tokens=1000)}])
+@pytest.mark.parametrize("headers", READ_OTHERWISE)
+async def test_under_a_rule_a_body_that_may_be_in_another_charset_is_refused(
+    headers: tuple[str, ...], rule: dict[str, Any], provider: FakeProvider
+) -> None:
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", **rule) as proxy:
+        answer = await ask(proxy.port, request(headers=headers))
+        assert answer.status == 415
+        assert json.loads(answer.body)["type"] == "error"
+        assert answer.header(b"x-should-retry") == b"false"
+    assert provider.requests == []
+
+
+async def test_without_a_rule_the_charset_of_a_body_is_the_providers_business(provider: FakeProvider) -> None:
+    async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy:
+        for headers in READ_OTHERWISE:
+            # This provider refuses two headers by itself.
+            assert (await ask(proxy.port, request(headers=headers[:1]))).status == 200
+    assert len(provider.requests) == len(READ_OTHERWISE)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "application/json",
+        "application/json; charset=utf-8",
+        "application/json;charset=UTF-8",
+        'application/json ; charset="utf-8"',
+        "Application/JSON; Charset=US-ASCII",
+        "application/json; charset=utf8",
+        "application/vnd.api+json",
+        # What curl calls every body.
+        "application/x-www-form-urlencoded",
+    ],
+)
+async def test_under_a_rule_a_body_in_utf_8_is_read(kind: str, provider: FakeProvider) -> None:
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", models=("fake-*",)) as proxy:
+        assert (await ask(proxy.port, request(headers=(f"Content-Type: {kind}",)))).status == 200
+    assert provider.requests[0].header("content-type") == kind
 
 
 @pytest.mark.parametrize("model", ["fake-no-usage", "fake-gzip"])
