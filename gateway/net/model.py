@@ -94,7 +94,9 @@ class ModelClient(Wire):
         if exchange is not None:
             if exchange.receiving:
                 data = exchange.receive(data)
-        elif not (self._buffer or self._waiting or ask is None) and ask.is_current(self._gateway.registry):
+        elif not (self._buffer or self._waiting or self.is_full or ask is None) and ask.is_current(
+            self._gateway.registry
+        ):
             # The usual case: one more request like the one before. Credentials and all they were checked against are the
             # very ones of then.
             reader = self._reader
@@ -151,9 +153,6 @@ class ModelClient(Wire):
     def exchange_done(self, *, close: bool) -> None:
         """The reply is written whole; with `close` it was the last."""
         self._next(close=close)
-        if self._buffer:
-            # Not from within the provider's callback: a row of requests would nest.
-            asyncio.get_running_loop().call_soon(self._serve)
 
     def refuse(self, shape: Shape, refusal: ModelRefusal, *, close: bool) -> None:
         """Answer with a refusal; with `close` it is the last reply."""
@@ -174,7 +173,7 @@ class ModelClient(Wire):
         """End what has taken too long."""
         if self._exchange is not None:
             self._exchange.tick(now)
-            if self.is_paused and self._hung_up():
+            if self.is_paused and not self.is_closed and self._hung_up():
                 self.close()
         elif self._last or self.is_full:
             self._tick_unsent(now)
@@ -228,6 +227,14 @@ class ModelClient(Wire):
         if len(self._buffer) > MAX_AHEAD_BYTES and not self._last:
             self.pause()
 
+    def _serve_rest(self) -> None:
+        """Serve what came ahead of a reply, unless the client is gone by now."""
+        try:
+            self._serve()
+        except BaseException:
+            self.close()
+            raise
+
     def _go_elsewhere(self) -> None:
         data = self._buffer
         self._leave(CloseReason.DONE)
@@ -264,7 +271,8 @@ class ModelClient(Wire):
         concurrent = limits.model_requests_per_session
         if ask.session is not self._session and not self._adopt(ask.session, concurrent):
             refusal = ModelRefusal(DenyReason.NO_FREE_SLOT, "The session has too many connections open", 1)
-            self._turn_away(ask, framing, refusal)
+            # It belongs to no session: neither its limit nor a revocation would ever end it.
+            self._turn_away(ask, framing, refusal, close=True)
             return
         if isinstance(framing, ContentLength) and framing.length > limits.max_request_bytes:
             self._turn_away(ask, framing, proxy.too_large())
@@ -276,13 +284,15 @@ class ModelClient(Wire):
         if ask.request.terms.expects_continue and not data:
             self.write(CONTINUE)
         self._buffer = b""
+        # One who waited for the registry may have sent much meanwhile.
+        self.resume()
         exchange = self._exchange = Exchange(self, proxy, ask, now)
         self._buffer = exchange.begin(framing, data)
 
-    def _turn_away(self, ask: Ask, framing: BodyFraming, refusal: ModelRefusal) -> None:
+    def _turn_away(self, ask: Ask, framing: BodyFraming, refusal: ModelRefusal, *, close: bool = False) -> None:
         """Refuse a request whose sender is known and whose body was not looked at."""
         self._proxy.report_refused(ask, refusal.reason)
-        close = ask.request.terms.close or not isinstance(framing, NoBody)
+        close = close or ask.request.terms.close or not isinstance(framing, NoBody)
         self.refuse(ask.request.destination.shape, refusal, close=close)
 
     def _adopt(self, session: Session, concurrent: int) -> bool:
@@ -316,10 +326,13 @@ class ModelClient(Wire):
 
     def _next(self, *, close: bool) -> None:
         """Turn to the next request; with `close` there is none."""
-        self._exchange = None
+        was_asked, self._exchange = self._exchange is not None, None
         self.resume()
         if not (close or self._proxy.draining):
             self._deadline = time.monotonic() + KEEP_ALIVE_S
+            if was_asked and self._buffer:
+                # Not from within the provider's callback: a row of requests would nest.
+                asyncio.get_running_loop().call_soon(self._serve_rest)
             return
         self._disown()
         self._lingers = self._proxy.begin_linger()
@@ -340,6 +353,7 @@ class ModelClient(Wire):
             self.close()
             return
         self._is_shut = True
+        self._seen_unsent = 0
         self._deadline = time.monotonic() + LINGER_S
         try:
             self.sock.shutdown(socket.SHUT_WR)

@@ -150,7 +150,9 @@ class Exchange:
         if now - self._started >= limits.model_total_timeout_ms / 1000:
             self._time_out("The request took longer than the gateway allows")
             return
-        moved = self._bytes_up + self._bytes_down
+        # What the provider takes of a body that was held is movement too.
+        unsent = 0 if self._upstream is None else self._upstream.unsent_bytes
+        moved = self._bytes_up + self._bytes_down - unsent
         if moved != self._moved and self._phase is not Phase.HOLDING:
             self._moved = moved
             self._quiet_since = now
@@ -185,7 +187,8 @@ class Exchange:
         self._attach(connection)
         if pending:
             self._send(b"".join(pending))
-        self._client.resume()
+        if not connection.is_full:
+            self._client.resume()
 
     def upstream_unavailable(self, reason: DenyReason, message: str) -> None:
         self.refuse(ModelRefusal(reason, message))
@@ -377,6 +380,9 @@ class Exchange:
     def _attach(self, connection: UpstreamConnection) -> None:
         self._upstream = connection
         connection.start(self)
+        if self._client.is_full:
+            # It was told when it filled, to whoever was served then.
+            connection.pause()
         self._phase = Phase.SENDING
         self._replay = [] if connection.reused else None
         self._replay_bytes = 0

@@ -25,7 +25,7 @@ MAX_LINGERING: Final = 1024
 # Parts of the shortest limit that a deadline may be late.
 _TICKS_PER_LIMIT: Final = 8
 _MAX_TICK_S: Final = 0.25
-# By the first digit of a status.
+# By the first digit of a status; what is above 599 is no better than a 5xx.
 _CLASSES: Final = ("aborted", "aborted", "2xx", "3xx", "4xx", "5xx")
 
 
@@ -214,17 +214,23 @@ class ModelProxy:
         self.flush_metrics()
 
     def _tick(self) -> None:
+        loop = asyncio.get_running_loop()
         self.flush_metrics()
         now = time.monotonic()
         for client in list(self._clients):
-            client.tick(now)
+            try:
+                client.tick(now)
+            except Exception as error:
+                # A fault with one of them must not take the clock from all others.
+                loop.call_exception_handler({"message": "the clock of a model client failed", "exception": error})
+                client.abort(CloseReason.CLIENT_GONE)
         idle = 0
         for provider in (self.default, *self.providers.values()):
             provider.pool.expire(now)
             idle += provider.pool.idle_count
         # The clock stands while there is nothing to look after.
         again = self._clients or idle
-        self._timer = asyncio.get_running_loop().call_later(self._tick_s, self._tick) if again else None
+        self._timer = loop.call_later(self._tick_s, self._tick) if again else None
 
     def flush_metrics(self) -> None:
         """Pass on what was counted since the last time: Prometheus's counters take a lock for each increment."""
@@ -286,7 +292,7 @@ class ModelProxy:
         `first_byte_s` is None when no reply began.
         """
         url = ask.provider.url
-        self._statuses[_CLASSES[cost.status // 100] if reason is CloseReason.DONE else "aborted"] += 1
+        self._statuses[_CLASSES[min(cost.status // 100, 5)] if reason is CloseReason.DONE else "aborted"] += 1
         if first_byte_s is not None:
             self._metrics.model_first_byte_seconds.observe(first_byte_s)
         self._audit.write(

@@ -131,7 +131,8 @@ class UpstreamConnection(Wire):
     def release(self, *, reusable: bool) -> None:
         """Leave the exchange."""
         self._owner = None
-        if reusable and not self._surplus and not self.is_closed:
+        # With some of a request still to be sent, the next one would stand behind it.
+        if reusable and not (self._surplus or self.unsent_bytes or self.is_closed):
             self.reused = True
             if not self._over_tls:
                 # All that was written was one whole request after the other, and each was answered.

@@ -179,6 +179,13 @@ class Wire(ABC):
         if unsent is None:
             # Closed since it was written.
             return
+        try:
+            self._send_held(unsent)
+        except BaseException:
+            self.close()
+            raise
+
+    def _send_held(self, unsent: deque[bytes | memoryview]) -> None:
         self._offer(unsent)
         if unsent:
             self._poller.add_writer(self.sock.fileno(), self._on_writable)
