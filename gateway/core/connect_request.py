@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from gateway.contract.ids import is_session_id
 from gateway.core.authority import Authority, AuthorityError, parse_authority
 from gateway.core.credentials import parse_basic
 from gateway.core.head import Head, HeadError
@@ -9,6 +10,8 @@ from gateway.core.verdict import Deny, DenyReason
 
 _MISSING = Deny(DenyReason.CREDENTIALS_MISSING, "proxy credentials are needed: session and token")
 _NOT_BASIC = Deny(DenyReason.CREDENTIALS_WRONG, "the proxy credentials are not of the Basic scheme")
+
+_NO_SESSION = Deny(DenyReason.CREDENTIALS_WRONG, "the proxy credentials name no session")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,4 +50,7 @@ def read_connect(head: Head) -> ConnectRequest | Unacceptable:
     parsed = parse_basic(credentials)
     if parsed is None:
         return Unacceptable(_NOT_BASIC, authority)
+    if not is_session_id(parsed[0]):
+        # It is nobody's, now or later, and must stand in no record of the gateway's.
+        return Unacceptable(_NO_SESSION, authority)
     return ConnectRequest(authority, *parsed)

@@ -33,7 +33,10 @@ class IdleSweep:
 
     def still(self, splicer: Splicer) -> int:
         """Return for how many sweeps a splicer has stood still."""
-        return 0 if splicer.moved() else self._still[splicer]
+        if splicer.moved():
+            # Asking takes note of what moved: should it go on here after all, the next sweep would not see it.
+            self._still[splicer] = 0
+        return self._still[splicer]
 
     def close(self) -> None:
         """Stop."""

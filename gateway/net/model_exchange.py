@@ -78,7 +78,10 @@ class Exchange:
         if self._ask.must_read:
             if self._ask.request.terms.encoded:
                 self.refuse(
-                    ModelRefusal(DenyReason.UNSUPPORTED_ENCODING, "This session's requests must not be compressed")
+                    ModelRefusal(
+                        DenyReason.UNSUPPORTED_ENCODING,
+                        "This session's request bodies must be plain UTF-8 JSON, not compressed",
+                    )
                 )
                 return b""
             if isinstance(framing, ContentLength) and len(data) >= framing.length:

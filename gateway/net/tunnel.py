@@ -40,7 +40,7 @@ class Tunnel:
         self._services.idle.add(splicer)
         if early:
             # Read elsewhere, not by the splicer, so counted here.
-            early = early[: session.bytes_left]
+            early = early[: max(0, session.bytes_left)]
             session.bytes_up += len(early)
             session.bytes_left -= len(early)
         splicer.start(early)

@@ -487,3 +487,19 @@ async def test_a_plain_connection_goes_on_after_a_restart_with_its_next_request(
             assert (await busy.reply()).status == 200
             assert (await idle.ask(ask(server)[10:])).status == 200
             assert (await busy.ask(ask(server))).status == 200
+
+
+async def test_a_connect_in_the_name_of_no_session_spoils_no_hand_over(tmp_path: Path) -> None:
+    async with contracted(tmp_path, stored=8) as (gateway, path), echo_server() as server:
+        first = await Control.connect(path)
+        await first.welcome()
+        await first.snapshot(grant("s1"))
+        async with await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            await first.close()
+            # From here on an unknown session may only be not known yet, so that its requests wait.
+            await restarted(gateway)
+            async with await gateway.client() as other:
+                assert (await other.tunnel(f"127.0.0.1:{server.port}", ("Not An Id", TOKEN))).status == 407
+                await restarted(gateway)
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"

@@ -164,3 +164,9 @@ def test_a_barrier_is_passed_when_the_manager_has_closed_its_end(tmp_path: Path)
 def test_descriptors_for_another_process_are_not_ours() -> None:
     assert fdstore.passed({"LISTEN_PID": "1", "LISTEN_FDS": "3"}) == {}
     assert fdstore.passed({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "none"}) == {}
+
+
+def test_more_than_a_socket_takes_is_an_error_and_waits_for_nobody() -> None:
+    # Some 70,000 are taken; an unprivileged sender has fewer, and is refused sooner.
+    with files(1) as sent, pytest.raises(ParcelError, match="cannot be handed over"):
+        Parcel(b"record", sent * 100_000)
