@@ -178,18 +178,21 @@ async def test_a_status_that_there_is_not_goes_through_and_ends_its_request() ->
 
 
 async def test_a_held_body_that_the_provider_still_reads_is_not_timed_out(slow_line: None) -> None:
-    body = b'{"model":"fake-m","x":"' + b"y" * 3_000_000 + b'"}'
+    body = b'{"model":"fake-m","x":"' + b"y" * 4_000_000 + b'"}'
 
     async def slowly(peer: Peer) -> None:
         peer.writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
-        taken = 0
+        transport, taken = peer.writer.transport, 0
         while taken < len(body):
-            taken += len(await peer.read(100_000))
-            # A line of 1 to 2 MB a second: longer in all than the provider may take to answer.
-            await asyncio.sleep(0.05)
+            transport.resume_reading()  # type: ignore[attr-defined]
+            taken += len(await peer.read(1 << 20))
+            transport.pause_reading()  # type: ignore[attr-defined]
+            # A line of about a megabyte a second: longer in all than the provider may take to answer.
+            await asyncio.sleep(0.1)
+        transport.resume_reading()  # type: ignore[attr-defined]
         await peer.send(reply(b"{}"))
         await peer.gone()
 
-    limits = {"model_first_byte_timeout_ms": 1_500}
+    limits = {"model_first_byte_timeout_ms": 2_000}
     async with scripted(slowly) as upstream, running_proxy(upstream.url, limits=limits, models=("fake-*",)) as proxy:
         assert (await ask(proxy.port, request(body))).status == 200
