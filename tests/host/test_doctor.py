@@ -33,7 +33,9 @@ def test_a_host_in_order_passes_every_check_and_nothing_is_left(host: PrivateHos
     assert "for it" in findings["the operator's model key is nowhere"]["detail"]
     assert len([check for check in findings if check.startswith("image ")]) == 3
     ended = json.loads(host.cli("sessions", "--limit", "2", "--json").stdout)["sessions"]
-    assert all(each["reason"] == "stopped_by_user" or each["ending"] == "stopped_by_user" for each in ended)
+    # The doctor tells its sessions to stop and does not wait: one that is still stopping has no reason yet.
+    assert ended
+    assert all("stopped_by_user" in (each.get("reason"), each.get("ending")) for each in ended)
 
 
 def test_a_wall_that_is_gone_is_seen_and_a_remedy_is_named(
