@@ -137,7 +137,8 @@ class Arrival:
         if self.watching:
             self._listener.forget(self)
             self.watching = False
-            self._listener.poller.forget(self.sock.fileno())
+        # Also where it is not watched here: whoever gave it back from within its callback may still have it in the poller.
+        self._listener.poller.forget(self.sock.fileno())
         self.sock.close()
 
     def expire(self) -> None:

@@ -150,9 +150,19 @@ class ModelClient(Wire):
 
     # --- for the exchange
 
-    def exchange_done(self, *, close: bool) -> None:
-        """The reply is written whole; with `close` it was the last."""
-        self._next(close=close)
+    def turn_to_next(self, *, close: bool) -> None:
+        """The reply is written whole: turn to the next request; with `close` there is none."""
+        was_asked, self._exchange = self._exchange is not None, None
+        self.resume()
+        if not (close or self._proxy.draining):
+            self._deadline = time.monotonic() + KEEP_ALIVE_S
+            if was_asked and self._buffer:
+                # Not from within the provider's callback: a row of requests would nest.
+                asyncio.get_running_loop().call_soon(self._serve_rest)
+            return
+        self._disown()
+        self._lingers = self._proxy.begin_linger()
+        self._end()
 
     def refuse(self, shape: Shape, refusal: ModelRefusal, *, close: bool) -> None:
         """Answer with a refusal; with `close` it is the last reply."""
@@ -160,7 +170,7 @@ class ModelClient(Wire):
         self._gateway.metrics.refused["model", refusal.reason].inc()
         if not self.is_closed:
             self.write(encode_refusal(shape, refusal, close=close))
-            self._next(close=close)
+            self.turn_to_next(close=close)
 
     def abort(self, reason: CloseReason = CloseReason.CLIENT_GONE) -> None:
         """Cut the connection, whatever is still to be written."""
@@ -191,7 +201,7 @@ class ModelClient(Wire):
     def drain(self) -> None:
         """End after the present request, at once if there is none."""
         if self._exchange is None and self._waiting is None and not self._last:
-            self._next(close=True)
+            self.turn_to_next(close=True)
 
     def hand_back(self) -> None:
         """Give the connection back to the router if it is between two requests: it can then go on in another process."""
@@ -314,8 +324,9 @@ class ModelClient(Wire):
 
     def _on_ready(self) -> None:
         opening = self._waiting
-        self._stop_waiting()
-        if opening is not None and not self.is_closed:
+        # Of those that are told in a row, one may have ended by what another did; it has been counted out then.
+        if opening is not None:
+            self._stop_waiting()
             self._judge(opening)
             self._serve()
 
@@ -323,20 +334,6 @@ class ModelClient(Wire):
         self._waiting = None
         self._proxy.end_wait()
         self._gateway.registry.stop_waiting(self._on_ready)
-
-    def _next(self, *, close: bool) -> None:
-        """Turn to the next request; with `close` there is none."""
-        was_asked, self._exchange = self._exchange is not None, None
-        self.resume()
-        if not (close or self._proxy.draining):
-            self._deadline = time.monotonic() + KEEP_ALIVE_S
-            if was_asked and self._buffer:
-                # Not from within the provider's callback: a row of requests would nest.
-                asyncio.get_running_loop().call_soon(self._serve_rest)
-            return
-        self._disown()
-        self._lingers = self._proxy.begin_linger()
-        self._end()
 
     def _end(self) -> None:
         """Nothing more is written: close once all is sent, kindly if there is room for it."""

@@ -224,7 +224,7 @@ class Exchange:
             self._client.write(last)
         receiving = self.receiving
         self._end(CloseReason.DONE, reply.outcome, reusable=reusable and not receiving)
-        self._client.exchange_done(close=receiving or self._ask.request.terms.close)
+        self._client.turn_to_next(close=receiving or self._ask.request.terms.close)
 
     def upstream_lost(self, connection: UpstreamConnection, *, clean: bool) -> None:
         if self._reply is not None:

@@ -217,7 +217,6 @@ class Poller:
 
     def _serve(self, batch: list[tuple[int, int]]) -> None:
         turn = self._turn = self._turn + 1
-        less = self._less
         watches = self._watches
         self.is_serving_many = len(batch) > 1
         for fd, events in batch:
@@ -234,13 +233,22 @@ class Poller:
                 self._give_up(fd, watch, error)
             finally:
                 self._calling = False
-                if less:
-                    for each in less:
-                        watch = watches.get(each)
-                        if watch is not None:
-                            self._apply(each, watch)
-                    less.clear()
+                if self._less:
+                    self._tell_less()
         self._finish_batch()
+
+    def _tell_less(self) -> None:
+        """Tell the kernel what a callback wants to hear no more of."""
+        less, self._less = self._less, []
+        for fd in less:
+            watch = self._watches.get(fd)
+            if watch is None:
+                continue
+            try:
+                self._apply(fd, watch)
+            except OSError as error:
+                # Closed without `forget`. The number is the next socket's: it must not find what was this one's.
+                self._give_up(fd, watch, error)
 
     def _finish_batch(self) -> None:
         self.is_serving_many = False

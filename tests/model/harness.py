@@ -159,6 +159,6 @@ async def running_proxy(
         await gateway.model.close()
         await until(lambda: gateway.model.client_count == 0)
         poller.close()
-    assert gateway.model.held_bytes == 0
+    assert gateway.model.held_bytes == gateway.model._waiting == gateway.model._lingering == 0
     for session in registry:
         assert session.open_count == 0

@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from gateway.core.model_request import Opening
+from gateway.net.model import ModelClient
 from tests.model.harness import KEY, TOKEN, running_proxy, until
 from tests.model.wire import ask, connected, request
 from tests.support.provider import FakeProvider
@@ -103,3 +105,24 @@ async def test_answers_503_when_the_sessions_do_not_come_in_time(provider: FakeP
         assert reply.header(b"retry-after") == b"1"
         assert reply.header(b"x-should-retry") is None
         assert not proxy.gateway.registry._waiting
+
+
+async def test_a_request_that_ends_by_what_another_does_when_the_sessions_come_is_counted_out_once(
+    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", ready=False) as proxy:
+        judge = ModelClient._judge
+
+        def end_the_others(client: ModelClient, opening: Opening) -> None:
+            for other in proxy.clients:
+                if other is not client:
+                    other.abort()
+            judge(client, opening)
+
+        async with connected(proxy.port) as first, connected(proxy.port) as second:
+            await first.send(request())
+            await second.send(request())
+            await until(lambda: len(proxy.gateway.registry._waiting) == 2)
+            monkeypatch.setattr(ModelClient, "_judge", end_the_others)
+            proxy.gateway.registry.replace_all(())
+            assert proxy.gateway.model._waiting == 0

@@ -4,10 +4,14 @@ import asyncio
 import socket
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
 from gateway.net import poller as poller_module
+from gateway.net.arrival import Arrival
+from gateway.net.listener import Listener
 from gateway.net.poller import AFTER_VAIN, QUICK, SPIN_S, TURN_S, Poller
 from tests.support.patience import PATIENCE_S
 
@@ -225,6 +229,40 @@ async def test_a_callback_that_closes_its_socket_and_raises_harms_no_successor(
     poller.forget(successor.fileno())
     successor.close()
     peer.close()
+
+
+@pytest.mark.parametrize("how", ["without a word", "as a connection that was given back and is dropped"])
+async def test_a_socket_that_its_callback_removes_and_closes_harms_neither_its_successor_nor_the_others(
+    how: str, poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    left, right = pair
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _loop, context: reported.append(context.get("exception")))
+    read: list[bytes] = []
+    number = left.fileno()
+
+    def give_away() -> None:
+        poller.remove_reader(number)
+        if how == "without a word":
+            left.close()
+        else:
+            Arrival(cast(Listener, SimpleNamespace(poller=poller, proxy_protocol=False)), left, None).drop()
+
+    poller.add_reader(number, give_away)
+    right.send(b"x")
+    await until(lambda: left.fileno() < 0)
+    assert [type(error) for error in reported] == ([OSError] if how == "without a word" else [])
+    successor, peer = socket.socketpair()
+    other, far_from_other = socket.socketpair()
+    with successor, peer, other, far_from_other:
+        assert successor.fileno() == number
+        for each in (successor, other):
+            poller.add_reader(each.fileno(), lambda each=each: read.append(each.recv(1)))  # type: ignore[misc]
+        peer.send(b"a")
+        far_from_other.send(b"b")
+        await until(lambda: sorted(read) == [b"a", b"b"])
+        poller.forget(successor.fileno())
+        poller.forget(other.fileno())
 
 
 async def test_changes_that_a_callback_makes_hold_when_it_returns(
