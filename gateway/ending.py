@@ -80,7 +80,11 @@ class Ending:
         return successor
 
     async def drain_for(self, successor: Successor, predecessor: Predecessor | None) -> None:
-        """Keep what could not move until it has ended; at most as long as a stream may last, or until told to stop."""
+        """Keep what could not move until it has ended; at most as long as a stream may last, or until told to stop.
+
+        The successor's end is the end of all: the service manager starts no other gateway while this one lives, and nobody
+        could take anything away from what goes on here.
+        """
         loop = self._services.loop
         registry = self._gateway.registry
         following = loop.create_task(successor.follow(registry))
@@ -93,6 +97,9 @@ class Ending:
             if self._stopping.is_set() and not is_told:
                 is_told = True
                 end = min(end, loop.time() + self._drain_s)
+            if following.done():
+                self._say_left_alone()
+                break
             if loop.time() >= telling and successor.has_heard:
                 successor.tell(registry)
                 telling = loop.time() + _TELL_S
@@ -105,6 +112,13 @@ class Ending:
         await asyncio.gather(following, return_exceptions=True)
         successor.close()
         log.info("all that this process kept has ended")
+
+    def _say_left_alone(self) -> None:
+        if (open_still := self._waited_for()) and not self._stopping.is_set():
+            log.error(
+                "the gateway that took over has ended (a crash, or killed): what still went on here is cut, %d in number",
+                open_still,
+            )
 
     async def _until(self, condition: Callable[[], bool], end: float) -> None:
         """Wait until a condition holds, or for the time `end`."""

@@ -1,7 +1,9 @@
 """A reload puts a new process in the place of the running one: tunnels move, and a model stream ends where it began."""
 
 import asyncio
+import os
 import shutil
+import signal
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -299,6 +301,36 @@ async def test_the_old_process_ends_at_once_with_the_service() -> None:
         assert gateway.manager.drained()
         line = await gateway.await_audit("s1", event="close", kind="model")
         assert line["reason"] == "shutdown"
+
+
+@pytest.mark.parametrize("reloads", [1, 2])
+async def test_old_processes_end_with_a_new_one_that_crashes_and_another_can_start(reloads: int) -> None:
+    story = Story()
+    async with telling(story.tell) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with connected(gateway) as client:
+            await client.send(message(stream=True))
+            await story.begun()
+            story.add(START)
+            for _ in range(reloads):
+                await reloaded(gateway)
+            assert not manager.drained()
+            os.kill(gateway.pid, signal.SIGKILL)
+            # Nobody tells them to stop, and the stream would go on.
+            await until(lambda: manager.drained() and not manager.running)
+            with pytest.raises((ConnectionError, asyncio.IncompleteReadError)):
+                await client.reply()
+        assert (
+            "the gateway that took over has ended (a crash, or killed): what still went on here is cut, 1 in number"
+            in gateway.log()
+        )
+        assert (await gateway.await_audit("s1", event="close", kind="model"))["reason"] == "shutdown"
+        await asyncio.to_thread(manager.start)
+        story.add(START, END, TOLD, stream=1)
+        async with connected(gateway) as other:
+            await other.send(message(stream=True))
+            assert b"message_stop" in (await other.reply()).body
 
 
 @pytest.mark.parametrize("by", ["restart", "reload"])
