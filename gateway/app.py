@@ -170,15 +170,15 @@ class App:
         record = inheritance.record
         epoch = secrets.token_hex(8) if record is None else record.epoch
         try:
-            listener = Listener(services, self._listen(inheritance, "sandbox", config.listen.sandbox))
+            # All that can fail at a start comes first: a gateway that runs beside this one goes on then as it was.
+            sockets = self._listen(inheritance)
+            inheritance.confirm()
+            listener = Listener(services, sockets["sandbox"])
             ports.append(listener.close)
-            if config.listen.metrics:
+            if "metrics" in sockets:
                 server = MetricsServer(self.gateway)
-                await server.start(self._listen(inheritance, "metrics", config.listen.metrics))
+                await server.start(sockets["metrics"])
                 ports.append(server.close)
-            contract_socket = None
-            if config.listen.contract:
-                contract_socket = self._listen(inheritance, "contract", config.listen.contract)
             if record is not None:
                 take_up_sessions(self.gateway.registry, record)
                 TakingUp(services, listener, inheritance.descriptors).run(record)
@@ -190,10 +190,10 @@ class App:
                     self.gateway.registry.replace_all(self._sessions)
             inheritance.close_rest()
             Unfinished(config.audit.dir).settle(self.gateway.audit, taken_up=record is not None)
-            if contract_socket is not None:
+            if "contract" in sockets:
                 adviser = Adviser(services, self._registries)
                 contract = ContractServer(self.gateway, epoch, adviser.answer)
-                await contract.start(contract_socket)
+                await contract.start(sockets["contract"])
                 ports.append(contract.close)
             loop.add_signal_handler(signal.SIGHUP, self._reload, services)
             refresh = loop.create_task(self._keep_facts_current(services))
@@ -234,10 +234,15 @@ class App:
             services.pipes.close()
             self.gateway.audit.close()
 
-    def _listen(self, inheritance: Inheritance, name: str, address: str) -> socket.socket:
-        sock, is_managers = inheritance.listening(name, parse_address(address))
-        (self._passed_listeners if is_managers else self._own_listeners)[name] = sock
-        return sock
+    def _listen(self, inheritance: Inheritance) -> dict[str, socket.socket]:
+        """Return what to listen on, by name. Raises ListenError."""
+        places = self._config.listen
+        sockets = {}
+        for name, address in (("sandbox", places.sandbox), ("metrics", places.metrics), ("contract", places.contract)):
+            if address:
+                sockets[name], is_managers = inheritance.listening(name, parse_address(address))
+                (self._passed_listeners if is_managers else self._own_listeners)[name] = sockets[name]
+        return sockets
 
     async def _serve(self, ending: Ending) -> Successor | None:
         """Serve until the process is told to stop (None), or has been replaced."""

@@ -5,7 +5,7 @@ stop, but for a process that is there already. They speak over a socket of their
 
     successor   → Ready     its configuration is good, it has what it needs
     predecessor → (parcel)  nothing moves here until the answer
-    successor   → Taken     the record is good
+    successor   → Taken     the record is good, it listens, nothing is left that could fail
     predecessor → Go        the service manager knows who is the main process now; the predecessor has let go
     predecessor → Spent     from then on: what its streams have used since the last time
     successor   → Revoked   a session is over, or its grant narrower: its streams are to be cut
@@ -131,6 +131,8 @@ class Channel:
         """Wait for a message of this kind. Raises SuccessionError."""
         self.await_readable(seconds)
         message = self._decode(self._recv())
+        if message is None:
+            raise SuccessionError("the other gateway ended before it took over; its own messages say why")
         if not isinstance(message, kind):
             raise SuccessionError("the other gateway says something else than it should")
 

@@ -31,7 +31,8 @@ class Inheritance:
     """What this process was given at its start: sockets to listen on, and what the process before left."""
 
     def __init__(self, passed: Mapping[str, list[int]], predecessor: Predecessor | None = None) -> None:
-        """Take it. With a `predecessor` on return this is the main process. Raises SuccessionError."""
+        """Take it. A `predecessor` goes on until `confirm`, and as it was if that is never called. Raises SuccessionError."""
+        self._predecessor = predecessor
         self._passed = {name: list(descriptors) for name, descriptors in passed.items()}
         self.descriptors: list[int] = []
         self.record: Parked | None = None
@@ -40,7 +41,7 @@ class Inheritance:
         for descriptor in alive:
             os.close(descriptor)
         for parcel in parcels:
-            self._open(parcel)
+            self._open(parcel, "what the gateway before this one left cannot be taken up, its tunnels are cut")
         if parcels:
             # Empty now: a crash from here on loses what any crash loses.
             fdstore.remove(PARCEL)
@@ -50,12 +51,19 @@ class Inheritance:
                 "their last audit lines and at most a second of their usage are lost"
             )
         if predecessor is not None:
-            self._open(predecessor.await_parcel())
+            self._open(predecessor.await_parcel(), "what the running gateway hands over cannot be taken up")
             if self.record is None:
-                raise SuccessionError("what the running gateway handed over cannot be taken up; it goes on")
-            predecessor.confirm()
+                raise SuccessionError("the running gateway goes on")
 
-    def _open(self, parcel: int) -> None:
+    def confirm(self) -> None:
+        """Say that nothing is in the way of taking over; on return this is the main process. Raises SuccessionError.
+
+        What can fail at a start comes before.
+        """
+        if self._predecessor is not None:
+            self._predecessor.confirm()
+
+    def _open(self, parcel: int, otherwise: str) -> None:
         try:
             data, descriptors = fdstore.receive(parcel, MAX_BYTES)
             try:
@@ -65,7 +73,7 @@ class Inheritance:
                 _close(descriptors)
                 raise
         except (fdstore.ParcelError, ParkedError) as error:
-            log.error("what the gateway before this one left cannot be taken up, its tunnels are cut: %s", error)
+            log.error("%s: %s", otherwise, error)
             return
         if self.record is not None:
             log.error("the gateway before this one left two records; the first is taken up")

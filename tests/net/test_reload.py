@@ -4,6 +4,7 @@ import asyncio
 import os
 import shutil
 import signal
+import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -206,6 +207,34 @@ async def test_what_the_new_process_cannot_start_with_leaves_the_old_one_in_plac
             assert gateway.pid != first
             await client.send(b"y")
             assert await client.read_exactly(1) == b"y"
+
+
+@pytest.mark.parametrize("place", ["metrics", "sandbox"])
+async def test_an_address_that_another_program_has_leaves_the_old_process_and_its_tunnels_in_place(place: str) -> None:
+    with gateway_process(stored=8) as gateway, socket.create_server(("127.0.0.1", 0)) as taken:
+        manager = gateway.manager
+        assert manager is not None
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            first, before = gateway.pid, gateway.config["listen"][place]
+            gateway.config["listen"][place] = f"127.0.0.1:{taken.getsockname()[1]}"
+            gateway.write_files()
+            with pytest.raises(ConditionTimeoutError, match="not replaced"):
+                await reloaded(gateway)
+            assert gateway.pid == first
+            assert "Address already in use; stop what uses it" in gateway.log()
+            why = "the other gateway ended before it took over; its own messages say why; this gateway goes on"
+            assert f"reload: {why}" in gateway.log()
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            async with await opened(gateway, f"127.0.0.1:{server.port}") as other:
+                await other.send(b"y")
+                assert await other.read_exactly(1) == b"y"
+            gateway.config["listen"][place] = before
+            gateway.write_files()
+            await reloaded(gateway)
+            assert gateway.pid != first
+            await client.send(b"z")
+            assert await client.read_exactly(1) == b"z"
 
 
 # Granted no more, or under a policy under which the stream was not let in.
