@@ -6,14 +6,14 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from gateway.beside import ANSWER_S, Predecessor, SuccessionError, Successor
+from gateway.beside import ANSWER_S, START_S, Predecessor, SuccessionError, Successor
 from gateway.core.parked import encode_parked
 from gateway.net.listener import Listener
 from gateway.net.parking import Parking
 from gateway.net.runner import HANDOFF_S
 from gateway.net.services import Services
 from gateway.runtime import fdstore
-from gateway.runtime.notify import notify, notify_reloading
+from gateway.runtime.notify import more_time, notify, notify_reloading
 from gateway.succession import leave_with_manager
 from gateway.unfinished import Unfinished
 
@@ -22,6 +22,8 @@ log = logging.getLogger("gateway.ending")
 # How often draining looks whether all has ended, and tells a successor what was used.
 _POLL_S: Final = 0.05
 _TELL_S: Final = 1.0
+# What an end or a reload may take beside its waits: last words, the manager's answer (fdstore.barrier), a busy machine.
+_MARGIN_S: Final = 20.0
 
 
 class Ending:
@@ -37,8 +39,8 @@ class Ending:
 
     async def stop(self, listeners: Mapping[str, socket.socket], predecessor: Predecessor | None) -> None:
         """End because the process was told to, leaving what can go on with the service manager if it keeps it."""
-        notify("STOPPING=1")
-        # One deadline for all: the manager waits little longer.
+        notify(f"STOPPING=1\n{more_time(self._drain_s + _MARGIN_S)}")
+        # One deadline for all.
         end = self._services.loop.time() + self._drain_s
         if fdstore.is_offered():
             # New connections are served meanwhile, except for what could not go on elsewhere.
@@ -62,6 +64,7 @@ class Ending:
     ) -> Successor | None:
         """Start the next process and give it all that can move; None, and nothing has changed, if it does not come."""
         notify_reloading()
+        notify(more_time(START_S + HANDOFF_S + ANSWER_S + _MARGIN_S))
         try:
             successor = await Successor.start()
             # A runner's connection can move when it has reached control, one for plain HTTP between two requests.

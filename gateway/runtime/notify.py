@@ -40,6 +40,14 @@ def notify_reloading(environment: Mapping[str, str] = os.environ) -> bool:
     return notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}", environment)
 
 
+def more_time(seconds: float) -> str:
+    """Return what asks the service manager for so many seconds for the start, reload or stop that goes on.
+
+    It never makes the time shorter than the unit has it (TimeoutStartSec=, TimeoutStopSec=).
+    """
+    return f"EXTEND_TIMEOUT_USEC={int(seconds * 1e6)}"
+
+
 def watchdog_s(environment: Mapping[str, str] = os.environ) -> float | None:
     """Return within how many seconds the service manager wants a sign of life (sd_watchdog_enabled(3)); None: never."""
     if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):

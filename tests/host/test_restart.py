@@ -201,3 +201,21 @@ def test_a_stop_cuts_the_tunnels_and_they_are_logged_at_the_next_start(host: Hos
     host.target.run("systemctl", "start", f"{_GATEWAY}-sandbox.socket", _GATEWAY)
     wait_until(lambda: len(host.ends()) == already + 5, "the last lines of the tunnels")
     assert {line["reason"] for line in host.ends()[already:]} == {"shutdown"}
+
+
+def test_a_stream_may_be_drained_for_longer_than_the_unit_allows_for_a_stop(host: Host) -> None:
+    drop_in = f"/run/systemd/system/{_GATEWAY}.service.d/short.conf"
+    host.target.run("mkdir", "-p", drop_in.rpartition("/")[0])
+    host.target.run("sh", "-c", f"printf '[Service]\\nTimeoutStopSec=1\\n' > {drop_in}")
+    host.target.run("sh", "-c", "printf '[limits]\\ndrain_ms = 4000\\n' >> /etc/opificia/gateway.toml")
+    host.target.run("systemctl", "daemon-reload")
+    host.target.run("systemctl", "restart", _GATEWAY)
+    already = host.journal().count("took up 5 connections")
+    stream, tunnels = host.loaded("stream"), host.loaded("tunnels", "5")
+    host.target.run("systemctl", "restart", _GATEWAY)
+    # The one is cut when its time is over, the others go on: nothing was killed before it had parked.
+    stream.communicate(timeout=180)
+    assert stream.returncode
+    assert host.result(tunnels)["errors"] == [], host.journal()
+    assert host.journal().count("took up 5 connections") == already + 1
+    assert host.show("Result") == "success"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from gateway.beside import START_S
 from gateway.core.parked import MAX_BYTES, VERSION, decode_parked
 from gateway.runtime import fdstore
 from tests.net.test_contract import Control, contracted, grant
@@ -208,3 +209,20 @@ async def test_what_was_used_last_is_reported_at_a_stop(tmp_path: Path, stored: 
             report = await control.reported("s1", lambda each: each.usage.egress_bytes_up == 3000)
             assert report.usage.egress_bytes_down == 3000
         await control.close()
+
+
+async def test_a_stop_and_a_reload_ask_the_manager_for_the_time_that_they_may_take() -> None:
+    with gateway_process({"limits": {"drain_ms": 90_000}}, stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+
+        def asked_after(what: str) -> int:
+            last = max(number for number, message in enumerate(manager.messages) if message.startswith(what))
+            said = "\n".join(manager.messages[last:]).splitlines()
+            return next(int(line.split("=")[1]) for line in said if line.startswith("EXTEND_TIMEOUT_USEC="))
+
+        await asyncio.to_thread(manager.reload)
+        # Longer than the next process may take to say that it is ready.
+        assert asked_after("RELOADING=1") > START_S * 1e6
+        await asyncio.to_thread(manager.stop)
+        assert asked_after("STOPPING=1") > 90e6
