@@ -13,7 +13,7 @@ from control.docker.engine import Engine
 from control.docker.stream import Stream
 from control.docker.types import EngineError, ImageFacts, NotFoundError
 from control.images.recipes import LABEL_IMAGE
-from control.plan.container import LABEL_RUNNER
+from control.plan.container import LABEL_HOST, LABEL_RUNNER
 
 _DEFAULT_PATH: Final = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
 # The reference runner's oldest Python.
@@ -118,7 +118,13 @@ class Images:
         folders = [folder for folder in path.split(":") if folder.startswith("/")]
 
         def look(api: Any) -> bool:
-            body = {"Image": image, "Entrypoint": ["/nothing"], "HostConfig": {"NetworkMode": "none"}}
+            body = {
+                "Image": image,
+                "Entrypoint": ["/nothing"],
+                # A container has its image's labels too, and an image may say that its containers are ours.
+                "Labels": {LABEL_HOST: ""},
+                "HostConfig": {"NetworkMode": "none"},
+            }
             container = api.create_container_from_config(body)["Id"]
             try:
                 return any(_is_python(_stat(api, container, f"{folder}/python3")) for folder in folders[:16])

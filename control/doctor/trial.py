@@ -25,6 +25,8 @@ SIBLING_PORT: Final = 8000
 TIME_LIMIT_MS: Final = 480_000
 _START_S: Final = 30.0
 _SHORT_GRACE_MS: Final = 500
+# The probe says some kilobytes; another image's Python may say whatever it likes.
+_MAX_SAID: Final = 1024 * 1024
 
 # Answers at SIBLING_PORT for as long as the session lives, and shows that somebody does.
 _SERVE: Final = f"""
@@ -221,7 +223,9 @@ async def _output(client: ControlClient, session: str, *argv: str, stdin: str = 
     request = RunRequest(argv=argv, stdin=stdin, timeout_ms=TIME_LIMIT_MS // 2)
     async for line in client.run(session, request):
         if isinstance(line, RunOutput):
-            said[line.stream] += line.data
+            # A piece is bounded by the protocol; no more of them than that are kept.
+            if len(said[line.stream]) < _MAX_SAID:
+                said[line.stream] += line.data
         elif isinstance(line, RunCompleted):
             ended = "it took too long" if line.timed_out else f"exit code {line.exit_code} {line.error}".strip()
     return said[Stream.STDOUT], f"{ended} {said[Stream.STDERR][-200:]}".strip()

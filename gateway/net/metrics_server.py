@@ -13,6 +13,8 @@ from gateway.context import Gateway
 from gateway.core.head import HeadError, parse_head
 from gateway.core.incomplete import Incomplete
 
+# Every user of the host may connect. One too many takes the place of the first, so that a crowd keeps no scraper out for long.
+MAX_CONNECTIONS: Final = 64
 # From connecting to the end of the request.
 REQUEST_TIMEOUT_S: Final = 10.0
 _PROMETHEUS_TEXT: Final = "text/plain; version=0.0.4; charset=utf-8"
@@ -24,7 +26,8 @@ class MetricsServer:
     def __init__(self, gateway: Gateway) -> None:
         self._gateway = gateway
         self._server: asyncio.Server | None = None
-        self._open: set[_Scrape] = set()
+        # In the order in which they came.
+        self._open: dict[_Scrape, None] = {}
 
     async def start(self, listening: socket.socket) -> None:
         """Serve on a listening socket."""
@@ -50,11 +53,15 @@ class MetricsServer:
 
     def opened(self, scrape: "_Scrape") -> None:
         """Hold a connection."""
-        self._open.add(scrape)
+        if len(self._open) >= MAX_CONNECTIONS:
+            first = next(iter(self._open))
+            self.closed(first)
+            first.abort()
+        self._open[scrape] = None
 
     def closed(self, scrape: "_Scrape") -> None:
         """Forget a connection."""
-        self._open.discard(scrape)
+        self._open.pop(scrape, None)
 
 
 class _Scrape(asyncio.Protocol):

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import tarfile
 import threading
 from collections.abc import AsyncIterator
@@ -281,6 +282,25 @@ async def test_the_egress_log_is_shown_in_whole_lines(client: ControlClient, hos
     async with asyncio.timeout(PATIENCE_S):
         await following
     assert [entry["host"] for entry in seen] == ["a", "b"]
+
+
+async def test_neither_a_link_nor_a_fifo_among_the_egress_logs_is_followed(
+    client: ControlClient, host: Host, tmp_path: Path
+) -> None:
+    session = await launched(client, "sleep", "1000")
+    path = host.root / "egress" / f"{session}.log"
+    (tmp_path / "other").write_text('{"host":"nobody\'s to show"}\n')
+    path.symlink_to(tmp_path / "other")
+    assert [entry async for entry in client.egress(session)] == []
+    path.unlink()
+    os.mkfifo(path)
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            assert [entry async for entry in client.egress(session)] == []
+    finally:
+        # Whoever waits for a writer waits no more.
+        os.close(os.open(path, os.O_RDWR | os.O_NONBLOCK))
+    await client.stop(session, 0)
 
 
 async def test_results_come_as_a_tar(client: ControlClient, host: Host, tmp_path: Path) -> None:

@@ -4,11 +4,12 @@ import asyncio
 import dataclasses
 import hashlib
 import socket
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from control.api.types import Health
+from control.api.types import Health, RunCompleted, RunLine, RunOutput, RunRequest
 from control.cli import doctor
 from control.cli.doctor import _settled as settled
 from control.client import ControlClient
@@ -24,6 +25,7 @@ from control.doctor.host import (
     registry,
 )
 from control.doctor.trial import CHECKS, Subject, _findings, try_sandbox
+from control.runner.messages import Stream
 from tests.control.conftest import Host, until
 
 
@@ -61,6 +63,20 @@ async def test_a_datagram_that_came_to_the_host_is_a_hole_whatever_the_probe_say
         found = await try_sandbox(client, dataclasses.replace(subject, heard_datagram=lambda heard=heard: heard))
         assert [each.ok for each in found if each.check == "no UDP port of the host is reached"] == [not heard], found
     await until(lambda: not host.manager.records(), "the clean-up")
+
+
+async def test_a_probe_that_says_more_than_a_probe_can_say_fills_no_memory() -> None:
+    piece, pieces = "x" * 64 * 1024, 64
+
+    class Flooded(ControlClient):
+        async def run(self, session: str, request: RunRequest) -> AsyncIterator[RunLine]:  # type: ignore[override]
+            for _ in range(pieces):
+                yield RunOutput(Stream.STDOUT, piece)
+            yield RunCompleted(0)
+
+    said, ended = await trial._output(Flooded("unix:/nonexistent"), "any", "python3")
+    assert len(said) <= trial._MAX_SAID + len(piece) < pieces * len(piece)
+    assert ended == "exit code 0"
 
 
 def test_the_probe_finds_a_key_by_its_digest_alone() -> None:

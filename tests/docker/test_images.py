@@ -2,6 +2,7 @@
 
 import asyncio
 import hashlib
+import time
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,8 @@ from control.docker.types import EngineError
 from control.images.build import BuildError, build
 from control.images.recipes import recipe
 from control.images.store import install, load
-from control.plan.container import ImageSettings
+from control.plan.container import LABEL_HOST, LABEL_ROLE, LABEL_SESSION, ImageSettings
+from tests.docker.sandboxes import HOST_ID
 from tests.support.engine import PrivateEngine
 from tests.support.paths import IMAGES
 from tests.support.patience import PATIENCE_S
@@ -54,6 +56,26 @@ async def test_looking_into_an_image_leaves_no_container(service: DockerService,
     finally:
         client.close()
     assert all(name.startswith("opificia-") for name in names), names
+
+
+async def test_a_container_made_to_look_into_an_image_is_not_ours_whatever_the_image_says(
+    service: DockerService, engine: PrivateEngine
+) -> None:
+    client = engine.client()
+    try:
+        made = client.api.create_container("opificia-helper:latest")["Id"]
+        claims = " ".join(f"{label}=claimed" for label in (LABEL_ROLE, LABEL_SESSION))
+        image = client.api.commit(made, changes=[f"LABEL {LABEL_HOST}={HOST_ID} {claims}"])["Id"]
+        client.api.remove_container(made)
+        begin = time.time() - 1
+        assert await service.image(image) is not None
+        seen = client.events(since=begin, until=time.time() + 1, decode=True, filters={"event": "create"})
+        looked = [each["Actor"]["Attributes"] for each in seen if each["Actor"]["Attributes"].get("image") == image]
+        assert [each[LABEL_ROLE] for each in looked] == ["claimed"]
+        assert HOST_ID not in [each[LABEL_HOST] for each in looked]
+        client.api.remove_image(image)
+    finally:
+        client.close()
 
 
 async def test_an_operators_saved_image_and_root_file_system_can_be_loaded(

@@ -1,11 +1,13 @@
 """The metrics port: two paths, one request a connection, nothing else."""
 
 import asyncio
+import contextlib
 import os
 import tempfile
 
 import pytest
 
+from gateway.net.metrics_server import MAX_CONNECTIONS
 from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
 from tests.support.patience import PATIENCE_S
@@ -93,3 +95,18 @@ async def test_a_request_in_pieces_is_answered_once(gateway: GatewayProcess) -> 
         await client.send_slowly(get("/health"))
         assert (await client.reply()).status == 200
         assert await client.read_to_end() == b""
+
+
+async def test_a_crowd_of_connections_is_bounded_and_keeps_no_scraper_out(gateway: GatewayProcess) -> None:
+    crowd = [await asyncio.open_connection("127.0.0.1", gateway.metrics_port) for _ in range(MAX_CONNECTIONS + 8)]
+    try:
+        assert (await ask(gateway, get("/health"))).status == 200
+        async with asyncio.timeout(PATIENCE_S):
+            # Cut, and not at the end of its time: those that came last are there still.
+            for reader, _ in crowd[:8]:
+                with contextlib.suppress(ConnectionError):
+                    assert await reader.read() == b""
+        assert not any(reader.at_eof() or reader.exception() for reader, _ in crowd[16:])
+    finally:
+        for _, writer in crowd:
+            writer.transport.abort()
