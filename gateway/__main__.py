@@ -8,7 +8,7 @@ from pathlib import Path
 import uvloop
 
 from gateway.app import App, StartError
-from gateway.beside import SuccessionError
+from gateway.channel import SuccessionError
 from gateway.config import load_config, load_sessions
 from gateway.runtime.addresses import ListenError
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError

@@ -261,7 +261,7 @@ class App:
     def _follow(self, predecessor: Predecessor, record: Parked) -> None:
         """Count what the streams that stayed in the process before still use."""
         registry = self.gateway.registry
-        registry.on_cut = predecessor.cut
+        registry.on_cut, registry.has_cut = predecessor.cut, predecessor.has_cut
         for parked in record.sessions:
             if (session := registry.get(parked.grant.session)) is not None:
                 session.model.reserve_elsewhere(parked.model)

@@ -9,26 +9,25 @@ stop, but for a process that is there already. They speak over a socket of their
     predecessor → Go        the service manager knows who is the main process now; the predecessor has let go
     predecessor → Spent     from then on: what its streams have used since the last time
     successor   → Revoked   a session is over, or its grant narrower: its streams are to be cut
+    predecessor → Cut       they are, and what they used was told before
+    successor   → End       all of them are to be cut, and then the channel ends
 
 Whatever goes wrong before `Taken` leaves the predecessor as it was, and the successor ends.
 """
 
 import asyncio
-import collections
 import contextlib
 import logging
 import os
-import select
 import signal
 import socket
 import sys
 from collections.abc import Mapping
 from typing import Final
 
-import msgspec
-
+from gateway.channel import Channel, Cut, End, Go, Ready, Revoked, Spent, SuccessionError, Taken
 from gateway.contract.policy import Usage
-from gateway.registry import Registry
+from gateway.registry import Registry, Session
 from gateway.runtime import fdstore
 from gateway.runtime.notify import notify
 
@@ -39,127 +38,10 @@ CHANNEL: Final = "OPIFICIA_PREDECESSOR"
 # How long a successor may take to read its configuration; and each may take to answer.
 START_S: Final = 30.0
 ANSWER_S: Final = 10.0
-_MAX_MESSAGE_BYTES: Final = 4096
-# How often what the other did not take is offered again.
-_RETRY_S: Final = 0.02
+# How long a predecessor may take to tell what it used last: longer than it needs, and a dead one is known at once.
+LAST_WORDS_S: Final = 5.0
 # What the service manager said to this process and not to the next.
 _OWN: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID")
-
-
-class Ready(msgspec.Struct, frozen=True, tag="ready"):
-    """The successor could take over."""
-
-    pid: int
-
-
-class Taken(msgspec.Struct, frozen=True, tag="taken"):
-    """The successor has the parcel."""
-
-
-class Go(msgspec.Struct, frozen=True, tag="go"):
-    """The successor is the main process."""
-
-
-class Spent(msgspec.Struct, frozen=True, tag="spent"):
-    """What a session has used in the predecessor since the last such message."""
-
-    session: str
-    usage: Usage
-
-
-class Revoked(msgspec.Struct, frozen=True, tag="revoked"):
-    """What a session has open was granted once, and is no more."""
-
-    session: str
-
-
-class SuccessionError(Exception):
-    """The other process did not do its part; the message is one sentence."""
-
-
-Message = Ready | Taken | Go | Spent | Revoked
-_decoder: Final = msgspec.msgpack.Decoder(Message)
-
-
-class Channel:
-    """One end of the socket between the two."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self._posted: collections.deque[Message] = collections.deque()
-        sock.setblocking(False)
-
-    @property
-    def is_behind(self) -> bool:
-        """Whether something that was posted has not been sent yet."""
-        return bool(self._posted)
-
-    def post(self, message: Message) -> None:
-        """Send as soon as the other process takes it, after what was posted before; one that has ended gets nothing.
-
-        The socket holds fewer than 200 messages, and a thousand sessions may be over at once.
-        """
-        self._posted.append(message)
-        if len(self._posted) == 1:
-            self._send_posted()
-
-    def _send_posted(self) -> None:
-        try:
-            while self._posted:
-                self.sock.send(msgspec.msgpack.encode(self._posted[0]), socket.MSG_NOSIGNAL)
-                self._posted.popleft()
-        except BlockingIOError:
-            asyncio.get_running_loop().call_later(_RETRY_S, self._send_posted)
-        except OSError:
-            self._posted.clear()
-
-    def send(self, message: Message) -> None:
-        """Send, never waiting. Raises SuccessionError."""
-        try:
-            self.sock.send(msgspec.msgpack.encode(message), socket.MSG_NOSIGNAL)
-        except OSError as error:
-            raise SuccessionError(f"the other gateway cannot be reached: {error.strerror}") from error
-
-    def await_readable(self, seconds: float) -> None:
-        """Wait, and let nothing else happen in this process, until there is something to read. Raises SuccessionError."""
-        poller = select.poll()
-        poller.register(self.sock.fileno(), select.POLLIN)
-        if not poller.poll(seconds * 1000):
-            raise SuccessionError(f"the other gateway did not answer within {seconds:g} s")
-
-    def await_message(self, kind: type[Message], seconds: float) -> None:
-        """Wait for a message of this kind. Raises SuccessionError."""
-        self.await_readable(seconds)
-        message = self._decode(self._recv())
-        if message is None:
-            raise SuccessionError("the other gateway ended before it took over; its own messages say why")
-        if not isinstance(message, kind):
-            raise SuccessionError("the other gateway says something else than it should")
-
-    async def read(self) -> Message | None:
-        """Return the next message, None when the other process has ended. Raises SuccessionError."""
-        loop = asyncio.get_running_loop()
-        try:
-            return self._decode(await loop.sock_recv(self.sock, _MAX_MESSAGE_BYTES))
-        except OSError:
-            return None
-
-    def _recv(self) -> bytes:
-        try:
-            return self.sock.recv(_MAX_MESSAGE_BYTES)
-        except OSError as error:
-            raise SuccessionError(f"the other gateway cannot be reached: {error.strerror}") from error
-
-    @staticmethod
-    def _decode(data: bytes) -> Message | None:
-        try:
-            return _decoder.decode(data) if data else None
-        except msgspec.MsgspecError as error:
-            raise SuccessionError(f"the other gateway cannot be understood: {error}") from error
-
-    def close(self) -> None:
-        """End it."""
-        self.sock.close()
 
 
 class Predecessor:
@@ -169,6 +51,8 @@ class Predecessor:
         self._channel = channel
         # Whether it has streams still; what is cut later is told to it.
         self.is_there = True
+        # Sessions whose streams it was told to cut, until it has said that it has.
+        self._cutting: dict[str, tuple[Session, asyncio.Event]] = {}
 
     @classmethod
     def from_environment(cls) -> "Predecessor | None":
@@ -198,22 +82,45 @@ class Predecessor:
         self._channel.send(Taken())
         self._channel.await_message(Go, ANSWER_S)
 
-    def cut(self, session: str) -> None:
+    def cut(self, session: Session) -> None:
         """Have it cut what a session still has there."""
+        if self.is_there and session.id not in self._cutting:
+            self._cutting[session.id] = (session, asyncio.Event())
+            self._channel.post(Revoked(session.id))
+
+    async def has_cut(self, session: Session) -> None:
+        """Wait until what a session had there is closed and counted; not for long."""
+        if (cutting := self._cutting.get(session.id)) is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LAST_WORDS_S):
+                    await cutting[1].wait()
+
+    def end(self) -> None:
+        """Have it end, after it has told what was used."""
         if self.is_there:
-            self._channel.post(Revoked(session))
+            self._channel.post(End())
 
     async def follow(self, registry: Registry) -> None:
         """Count what its streams use, until it ends."""
         try:
             while (message := await self._channel.read()) is not None:
-                session = registry.get(message.session) if isinstance(message, Spent) else None
-                if isinstance(message, Spent) and session is not None:
-                    session.spent_elsewhere(message.usage)
+                match message:
+                    case Spent(session_id, usage):
+                        # One that was revoked meanwhile is known here only.
+                        cutting = self._cutting.get(session_id)
+                        session = cutting[0] if cutting is not None else registry.get(session_id)
+                        if session is not None:
+                            session.spent_elsewhere(usage)
+                    case Cut(session_id):
+                        if (cutting := self._cutting.pop(session_id, None)) is not None:
+                            cutting[1].set()
         except SuccessionError as error:
             log.error("%s", error)
         self.is_there = False
         self._channel.close()
+        for _, is_cut in self._cutting.values():
+            is_cut.set()
+        self._cutting.clear()
         for session in registry:
             session.model.release_elsewhere()
         log.info("the gateway before this one has ended")
@@ -226,6 +133,8 @@ class Successor:
         self._channel = channel
         self._pid = pid
         self._told: dict[str, Usage] = {}
+        # Whether it has told this process to end.
+        self.wants_end = False
 
     @classmethod
     async def start(cls) -> "Successor":
@@ -289,23 +198,44 @@ class Successor:
     def tell(self, registry: Registry) -> None:
         """Tell it what was used since the last time."""
         for session in registry:
-            usage = session.usage()
-            more = usage.minus(self._told.get(session.id, Usage()))
-            if more != Usage():
-                self._told[session.id] = usage
-                self._channel.post(Spent(session.id, more))
+            self._tell_of(session)
+
+    def _tell_of(self, session: Session) -> None:
+        usage = session.usage()
+        more = usage.minus(self._told.get(session.id, Usage()))
+        if more != Usage():
+            self._told[session.id] = usage
+            self._channel.post(Spent(session.id, more))
 
     async def follow(self, registry: Registry) -> None:
         """Cut what is granted no more, until it ends."""
+        cutting: set[asyncio.Task[None]] = set()
         try:
             while (message := await self._channel.read()) is not None:
-                if isinstance(message, Revoked):
-                    registry.cut(message.session)
+                match message:
+                    case Revoked(session_id):
+                        registry.cut(session_id)
+                        task = asyncio.get_running_loop().create_task(self._answer_cut(registry, session_id))
+                        cutting.add(task)
+                        task.add_done_callback(cutting.discard)
+                    case End():
+                        self.wants_end = True
         except SuccessionError as error:
             # It may have said what is to be cut.
             log.error("%s; what this process kept is cut", error)
             for session in registry:
                 registry.cut(session.id)
+        finally:
+            for task in cutting:
+                task.cancel()
+
+    async def _answer_cut(self, registry: Registry, session_id: str) -> None:
+        session = registry.get(session_id)
+        if session is not None:
+            # A process before this one may have streams of it, too.
+            await registry.has_cut(session)
+            self._tell_of(session)
+        self._channel.post(Cut(session_id))
 
     def close(self) -> None:
         """Say that all has ended here."""

@@ -6,7 +6,8 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from gateway.beside import ANSWER_S, START_S, Predecessor, SuccessionError, Successor
+from gateway.beside import ANSWER_S, LAST_WORDS_S, START_S, Predecessor, Successor
+from gateway.channel import SuccessionError
 from gateway.core.parked import encode_parked
 from gateway.net.listener import Listener
 from gateway.net.parking import Parking
@@ -52,12 +53,14 @@ class Ending:
             # What they used, here and in the process before, belongs into the record.
             await self._services.handover.close()
             await self._gateway.model.close()
+            await self._end(predecessor)
             if leave_with_manager(self._parking, listeners, Unfinished(self._gateway.config.audit.dir)):
                 return
         self._listener.stop()
         self._gateway.model.drain()
         self._services.end_relays(keep=False)
         await self._until(self._is_nothing, end)
+        await self._end(predecessor)
 
     async def be_replaced(
         self, own: Mapping[str, socket.socket], passed: Mapping[str, socket.socket]
@@ -96,19 +99,26 @@ class Ending:
         end = loop.time() + self._gateway.config.limits.model_total_timeout_ms / 1000
         is_told = False
         telling = loop.time()
-        while loop.time() < end and not (self._is_nothing() and not _streams(predecessor)):
+        why = ""
+        while not why and not (self._is_nothing() and not _streams(predecessor)):
             if self._stopping.is_set() and not is_told:
                 is_told = True
                 end = min(end, loop.time() + self._drain_s)
-            if following.done():
-                self._say_left_alone()
-                break
             if loop.time() >= telling and successor.has_heard:
                 successor.tell(registry)
                 telling = loop.time() + _TELL_S
             await asyncio.sleep(_POLL_S)
+            if successor.wants_end:
+                why = "the gateway that took over is ending"
+            elif following.done():
+                why = "the gateway that took over has ended (a crash, or killed)"
+            elif loop.time() >= end:
+                why = "the time to drain is over"
+        if open_still := self._waited_for():
+            log.warning("%s: what still went on here is cut, %d in number", why, open_still)
         await self._services.handover.close()
         await self._gateway.model.close()
+        await self._end(predecessor)
         successor.tell(registry)
         await self._until(lambda: successor.has_heard, loop.time() + ANSWER_S)
         following.cancel()
@@ -116,12 +126,11 @@ class Ending:
         successor.close()
         log.info("all that this process kept has ended")
 
-    def _say_left_alone(self) -> None:
-        if (open_still := self._waited_for()) and not self._stopping.is_set():
-            log.error(
-                "the gateway that took over has ended (a crash, or killed): what still went on here is cut, %d in number",
-                open_still,
-            )
+    async def _end(self, predecessor: Predecessor | None) -> None:
+        """Have the process before this one end, and count what it used last."""
+        if predecessor is not None and predecessor.is_there:
+            predecessor.end()
+            await self._until(lambda: not predecessor.is_there, self._services.loop.time() + LAST_WORDS_S)
 
     async def _until(self, condition: Callable[[], bool], end: float) -> None:
         """Wait until a condition holds, or for the time `end`."""

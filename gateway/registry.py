@@ -6,7 +6,7 @@ It keeps grants and counts; it decides nothing about hosts, and speaks to no soc
 import asyncio
 import hashlib
 import hmac
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterable, Iterator
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from typing import Final
 
@@ -29,6 +29,10 @@ _WRONG_ADDRESS = Deny(DenyReason.WRONG_ADDRESS, "the session's credentials were 
 def hash_of(token: str) -> bytes:
     """Return the SHA-256 of a token as a client sent it."""
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
+
+
+async def _nowhere_else(_session: "Session") -> None:
+    """A process alone has cut all of a session with its own."""
 
 
 class Session:
@@ -164,7 +168,9 @@ class Registry:
         # False from start until control's first snapshot: an unknown session may only be not known yet.
         self.ready = ready
         # Told of each session whose connections were closed here because they are granted no more.
-        self.on_cut: Callable[[str], None] = lambda _session: None
+        self.on_cut: Callable[[Session], None] = lambda _session: None
+        # Returns when what such a session had open in another process is closed and counted, too.
+        self.has_cut: Callable[[Session], Awaitable[None]] = _nowhere_else
         # Told of each session that is known no more, after its last connection was closed.
         self.on_gone: Callable[[str], None] = lambda _session: None
 
@@ -229,7 +235,7 @@ class Registry:
         else:
             self._release_address(session)
             if session.replace(grant, policy):
-                self.on_cut(session.id)
+                self.on_cut(session)
         if session.address is not None:
             self._holders[session.address] = session.id
         return ()
@@ -240,7 +246,7 @@ class Registry:
         if session is not None:
             self._release_address(session)
             session.close(CloseReason.REVOKED)
-            self.on_cut(session_id)
+            self.on_cut(session)
             self.on_gone(session_id)
         return session
 
@@ -249,7 +255,7 @@ class Registry:
         session = self._sessions.get(session_id)
         if session is not None:
             session.close(CloseReason.REVOKED)
-            self.on_cut(session_id)
+            self.on_cut(session)
 
     def _release_address(self, session: Session) -> None:
         if session.address is not None:

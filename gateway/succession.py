@@ -12,7 +12,8 @@ import stat
 from collections.abc import Mapping
 from typing import Final
 
-from gateway.beside import Predecessor, SuccessionError
+from gateway.beside import Predecessor
+from gateway.channel import SuccessionError
 from gateway.core.parked import MAX_BYTES, Parked, ParkedError, decode_parked, encode_parked
 from gateway.net.parking import Parking
 from gateway.runtime import fdstore

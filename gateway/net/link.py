@@ -7,7 +7,7 @@ again. One control at a time: a second connection replaces the first, which is w
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from typing import Final
 
 from gateway.context import Gateway
@@ -25,6 +25,7 @@ from gateway.contract.messages import (
     UsageReport,
     Welcome,
 )
+from gateway.registry import Session
 
 log = logging.getLogger("gateway.link")
 
@@ -79,16 +80,16 @@ class ContractServer:
             for session in self._gateway.registry:
                 session.reported = None
             async with asyncio.TaskGroup() as group:
-                beside = {group.create_task(self._report(writer))}
+                tasks = {group.create_task(self._report(writer))}
 
-                def ask(question: EgressQuestion) -> None:
+                def beside(answer: Coroutine[None, None, None]) -> None:
                     # Beside the grants: a name that is slow to resolve holds up no launch.
-                    task = group.create_task(self._answer(question, writer))
-                    beside.add(task)
-                    task.add_done_callback(beside.discard)
+                    task = group.create_task(answer)
+                    tasks.add(task)
+                    task.add_done_callback(tasks.discard)
 
-                await self._serve(FrameReader[FromControl](reader, FromControl), writer, ask)
-                for each in beside:
+                await self._serve(FrameReader[FromControl](reader, FromControl), writer, beside)
+                for each in tasks:
                     each.cancel()
         except* (FramingError, OSError) as errors:
             log.warning("control's connection ended: %s", "; ".join(str(error) for error in errors.exceptions))
@@ -102,7 +103,7 @@ class ContractServer:
         self,
         frames: FrameReader[FromControl],
         writer: asyncio.StreamWriter,
-        ask: Callable[[EgressQuestion], None],
+        beside: Callable[[Coroutine[None, None, None]], None],
     ) -> None:
         registry = self._gateway.registry
         known = False
@@ -115,7 +116,7 @@ class ContractServer:
                     known = True
                     log.info("control brought %d grants", len(message.grants))
                 case EgressQuestion():
-                    ask(message)
+                    beside(self._answer(message, writer))
                     continue
                 case PutGrant() | RevokeGrant() if not known:
                     raise FramingError("a change came before the snapshot")
@@ -124,11 +125,19 @@ class ContractServer:
                 case RevokeGrant(session=session_id):
                     problems = ()
                     if (session := registry.revoke(session_id)) is not None:
-                        self._send(writer, UsageReport(self._epoch, session.id, session.usage(), final=True))
+                        beside(self._take_leave(session, message.serial, writer))
+                        continue
             for problem in problems:
                 log.error("a grant is refused: %s", problem)
             self._send(writer, Ack(message.serial, problems))
             await writer.drain()
+
+    async def _take_leave(self, session: Session, serial: int, writer: asyncio.StreamWriter) -> None:
+        # After a reload it may have had streams in the process before.
+        await self._gateway.registry.has_cut(session)
+        self._send(writer, UsageReport(self._epoch, session.id, session.usage(), final=True))
+        self._send(writer, Ack(serial, ()))
+        await writer.drain()
 
     async def _answer(self, question: EgressQuestion, writer: asyncio.StreamWriter) -> None:
         self._send(writer, await self._advise(question))

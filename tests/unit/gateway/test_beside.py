@@ -1,11 +1,13 @@
 """What two gateways of which one replaces the other say to each other: all of it comes, and what cannot be read is no leave."""
 
+import asyncio
 import socket
 from collections.abc import Iterator
 
 import pytest
 
-from gateway.beside import Channel, Predecessor, Revoked, Spent, Successor
+from gateway.beside import Predecessor, Successor
+from gateway.channel import Channel, Cut, End, Revoked, Spent
 from gateway.contract.ids import token_sha256
 from gateway.contract.policy import Grant, Usage
 from gateway.core.rules import RegistryList
@@ -78,3 +80,66 @@ async def test_what_cannot_be_understood_cuts_what_an_old_process_kept(
     far.sock.send(said)
     await Successor(near, pid=0).follow(registry)
     assert cut == [CloseReason.REVOKED, CloseReason.REVOKED]
+
+
+async def test_what_was_used_until_the_cut_is_counted_for_a_session_that_is_known_no_more(
+    ends: tuple[Channel, Channel],
+) -> None:
+    near, far = ends
+    registry, predecessor = registry_of(1), Predecessor(near)
+    registry.on_cut, registry.has_cut = predecessor.cut, predecessor.has_cut
+    session = registry.revoke("s0")
+    assert session is not None
+    assert await far.read() == Revoked("s0")
+    cutting = asyncio.ensure_future(registry.has_cut(session))
+    following = asyncio.ensure_future(predecessor.follow(registry))
+    far.post(Spent("s0", Usage(egress_bytes_up=7)))
+    far.post(Cut("s0"))
+    await cutting
+    assert session.usage() == Usage(egress_bytes_up=7)
+    far.close()
+    await following
+    # One that has ended has nothing to tell, and nobody waits for it.
+    predecessor.cut(session)
+    await predecessor.has_cut(session)
+
+
+async def test_a_process_before_that_ends_instead_of_answering_keeps_nobody_waiting(
+    ends: tuple[Channel, Channel],
+) -> None:
+    near, far = ends
+    registry, predecessor = registry_of(1), Predecessor(near)
+    (session,) = registry
+    predecessor.cut(session)
+    cutting = asyncio.ensure_future(predecessor.has_cut(session))
+    following = asyncio.ensure_future(predecessor.follow(registry))
+    await asyncio.sleep(0)
+    far.close()
+    await asyncio.gather(cutting, following)
+
+
+async def test_a_process_before_tells_what_a_session_used_before_it_says_that_it_has_cut_it(
+    ends: tuple[Channel, Channel],
+) -> None:
+    near, far = ends
+    registry, successor = registry_of(2), Successor(near, pid=0)
+    successor.begin(registry)
+    session = registry.get("s1")
+    assert session is not None
+
+    def close(_: CloseReason) -> None:
+        session.bytes_down = 9
+
+    session.add_closer(close)
+    following = asyncio.ensure_future(successor.follow(registry))
+    far.post(Revoked("s1"))
+    assert await far.read() == Spent("s1", Usage(egress_bytes_down=9))
+    assert await far.read() == Cut("s1")
+    # Also of one that it does not know: somebody waits for the answer.
+    far.post(Revoked("unknown"))
+    assert await far.read() == Cut("unknown")
+    assert not successor.wants_end
+    far.post(End())
+    far.close()
+    await following
+    assert successor.wants_end
