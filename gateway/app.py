@@ -157,7 +157,7 @@ class App:
             pipes=PipePool(),
             idle=IdleSweep(loop, limits.egress_idle_ms / 1000),
             lingering=Lingering(loop, poller),
-            handover=Handover(loop),
+            handover=Handover(),
             decisions=Decisions(self.gateway.registry),
             descriptors=descriptors,
             facts=self._facts(),

@@ -46,9 +46,9 @@ class Ending:
         if fdstore.is_offered():
             # New connections are served meanwhile, except for what could not go on elsewhere.
             self._listener.leave()
+            self._services.end_relays(keep=True)
             self._gateway.model.hand_back()
             self._gateway.model.drain()
-            self._services.end_relays(keep=True)
             await self._until(lambda: self._is_only_movable() and not _streams(predecessor), end)
             # What they used, here and in the process before, belongs into the record.
             await self._services.handover.close()
@@ -70,13 +70,17 @@ class Ending:
         notify(more_time(START_S + HANDOFF_S + ANSWER_S + _MARGIN_S))
         try:
             successor = await Successor.start()
+            end = self._services.loop.time() + HANDOFF_S
             # A runner's connection can move when it has reached control, one for plain HTTP between two requests.
+            await self._until(self._is_joined, end)
+            # Only now: nobody serves those that pause.
             self._services.end_relays(keep=True)
-            await self._until(lambda: self._is_joined() and self._is_relayed(), self._services.loop.time() + HANDOFF_S)
+            await self._until(self._is_paused, end)
             self._gateway.model.hand_back()
             record, descriptors = self._parking.pack(own, passed)
             successor.hand(encode_parked(record), descriptors)
         except SuccessionError as error:
+            self._parking.take_back()
             log.error("reload: %s; this gateway goes on", error)
             notify("READY=1")
             return None
@@ -139,16 +143,21 @@ class Ending:
             await asyncio.sleep(_POLL_S)
 
     def _is_nothing(self) -> bool:
-        return self._waited_for() == 0
+        return self._waited_for() == 0 and not self._has_unknown()
 
     def _is_only_movable(self) -> bool:
-        return self._is_joined() and self._waited_for() <= len(self._services.connects) + len(self._services.tunnels)
+        movable = len(self._services.connects) + len(self._services.tunnels)
+        return self._is_joined() and self._waited_for() <= movable and not self._has_unknown()
 
     def _is_joined(self) -> bool:
         return all(runner.splicer is not None for runner in self._services.runners)
 
-    def _is_relayed(self) -> bool:
-        return all(relay.is_serving for relay in self._services.relays)
+    def _is_paused(self) -> bool:
+        return not any(relay.will_pause for relay in self._services.relays)
+
+    def _has_unknown(self) -> bool:
+        """Whether there are requests of which it is not known yet whose they are; no session counts them."""
+        return bool(self._services.relays) or self._gateway.model.is_waiting
 
     def _waited_for(self) -> int:
         return sum(session.ending_count for session in self._gateway.registry)

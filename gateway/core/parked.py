@@ -19,7 +19,7 @@ from gateway.core.authority import AuthorityError, parse_authority
 
 # To be raised with every change of the structs below. A record of another version is refused: it says nothing that this
 # one could rely on.
-VERSION: Final = 1
+VERSION: Final = 2
 # A snapshot of 10,000 sessions is about 10 MB, what 10,000 tunnels hold at most 640 MB; more is no record of ours.
 MAX_BYTES: Final = 1 << 30
 
@@ -113,6 +113,20 @@ class ParkedRunner(_Strict, frozen=True):
     pair: ParkedPair
 
 
+class ParkedHttp(_Strict, frozen=True):
+    """An HTTP connection of a session, between two requests; `data` is what was read of the next one.
+
+    `authority`: where the CONNECT leads that carries it, None for a connection to the gateway as a proxy or to the model proxy.
+    """
+
+    session: SessionId
+    authority: str | None
+    caller: str | None
+    left_s: float
+    client: Place
+    data: bytes
+
+
 class ParkedArrival(_Strict, frozen=True):
     """A connection whose request head is not whole, or is for the next process to answer."""
 
@@ -171,13 +185,14 @@ class Parked(_Strict, frozen=True, kw_only=True):
     greetings: tuple[ParkedGreeting, ...] = ()
     asking: tuple[ParkedAsking, ...] = ()
     runners: tuple[ParkedRunner, ...] = ()
+    http: tuple[ParkedHttp, ...] = ()
     arrivals: tuple[ParkedArrival, ...] = ()
     endings: tuple[ParkedEnding, ...] = ()
 
     @property
     def connections(self) -> int:
         """How many connections of sandboxes it holds."""
-        parts = (self.tunnels, self.greetings, self.asking, self.runners, self.arrivals, self.endings)
+        parts = (self.tunnels, self.greetings, self.asking, self.runners, self.http, self.arrivals, self.endings)
         return sum(len(part) for part in parts)
 
     @property
@@ -239,7 +254,7 @@ def _check(record: Parked, descriptors: int) -> None:
     try:
         for authority in _authorities(record):
             parse_authority(authority.encode())
-        for caller in (*(each.caller for each in record.asking), *(each.caller for each in record.arrivals)):
+        for caller in _callers(record):
             ip_address(caller or "::")
     except (ValueError, AuthorityError) as error:
         raise ParkedError(f"it names a place that is none: {error}") from error
@@ -260,6 +275,7 @@ def _places(record: Parked) -> Iterator[int]:
     for greeting in record.greetings:
         yield from (greeting.client, greeting.upstream)
     yield from (each.client for each in record.asking)
+    yield from (each.client for each in record.http)
     yield from (each.client for each in record.arrivals)
     yield from (each.client for each in record.endings)
 
@@ -268,3 +284,10 @@ def _authorities(record: Parked) -> Iterator[str]:
     yield from (each.authority for each in record.tunnels)
     yield from (each.authority for each in record.greetings)
     yield from (each.authority for each in record.asking)
+    yield from (each.authority for each in record.http if each.authority is not None)
+
+
+def _callers(record: Parked) -> Iterator[str | None]:
+    yield from (each.caller for each in record.asking)
+    yield from (each.caller for each in record.http)
+    yield from (each.caller for each in record.arrivals)

@@ -11,8 +11,6 @@ from typing import TYPE_CHECKING, Final
 
 from gateway.core.head import HeadError, parse_head
 from gateway.core.incomplete import INCOMPLETE, Incomplete
-from gateway.core.model_refusal import ModelRefusal, encode_refusal
-from gateway.core.model_request import is_for_model
 from gateway.core.proxy_header import ProxyHeaderError, parse_proxy_header
 from gateway.core.replies import refusal
 from gateway.core.verdict import DenyReason
@@ -119,12 +117,10 @@ class Arrival:
         """Answer with a refusal and close; who means the model proxy is answered as by its provider."""
         self.release()
         services = self._listener.services
-        rules = services.gateway.model.rules
-        if self.proxied and is_for_model(self.buffer, rules.names):
-            kind, reply = "model", encode_refusal(rules.default, ModelRefusal(reason, message), close=True)
-        else:
-            kind, reply = "request", refusal(status, reason, message)
-        services.gateway.metrics.refused[kind, reason].inc()
+        reply = services.model_refusal(self.buffer, reason, message) if self.proxied else None
+        if reply is None:
+            services.gateway.metrics.refused["request", reason].inc()
+            reply = refusal(status, reason, message)
         services.lingering.close_with(self.sock, reply)
 
     def let_go(self) -> None:

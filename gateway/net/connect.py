@@ -145,8 +145,7 @@ class Connect:
             self._services.poller.forget(sock.fileno())
             sock.close()
             return
-        relay = PlainRelay(self._services, self.caller, tunnel=(session, authority))
-        self._services.handover.give(sock, relay, early)
+        PlainRelay(self._services, self.caller, session, authority).start(sock, early)
 
     # -- a slot of the session
 

@@ -21,7 +21,7 @@ from gateway.net.model import ModelClient
 from gateway.net.plain import PlainRelay
 from gateway.net.runner import RunnerHandoff
 from gateway.net.services import Services
-from gateway.registry import IPAddress
+from gateway.registry import IPAddress, Session
 
 log = logging.getLogger("gateway.listener")
 
@@ -185,11 +185,17 @@ class Listener:
         """Go on with a CONNECT that was judged before; `early` is what was read beyond its head."""
         Connect(self.services, arrival, early, key).resume(decision)
 
-    def route_again(self, sock: socket.socket, caller: IPAddress | None, data: bytes) -> None:
+    def route_again(
+        self, sock: socket.socket, caller: IPAddress | None, data: bytes, session: Session | None = None
+    ) -> None:
         """Go on with a connection whose next request is not for whoever served the one before; `data` begins with it.
 
-        Clients keep one connection to a proxy for all plain-HTTP hosts, the gateway itself among them.
+        Clients keep one connection to a proxy for all plain-HTTP hosts, the gateway itself among them. `session`: whose
+        connection it is.
         """
+        if self.services.is_leaving and session is not None:
+            PlainRelay(self.services, caller, session).start(sock, data)
+            return
         arrival = Arrival(self, sock, caller)
         arrival.caller = caller
         arrival.proxied = True
@@ -216,7 +222,7 @@ class Listener:
                 return
             if authority.host not in self.services.gateway.names:
                 arrival.release()
-                self.services.handover.give(arrival.sock, PlainRelay(self.services, arrival.caller), data)
+                PlainRelay(self.services, arrival.caller).start(arrival.sock, data)
                 return
             # A client with HTTP_PROXY and no NO_PROXY asks the proxy for the proxy itself: as if addressed directly.
             target = origin

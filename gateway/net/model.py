@@ -54,7 +54,7 @@ class ModelClient(Wire):
         poller: Poller,
         sock: socket.socket,
         caller: IPAddress | None,
-        route_again: Callable[[socket.socket, IPAddress | None, bytes], None],
+        route_again: Callable[[socket.socket, IPAddress | None, bytes, Session | None], None],
     ) -> None:
         super().__init__(poller, sock)
         self._route_again = route_again
@@ -246,10 +246,10 @@ class ModelClient(Wire):
             raise
 
     def _go_elsewhere(self) -> None:
-        data = self._buffer
+        data, session = self._buffer, self._session
         self._leave(CloseReason.DONE)
         self._proxy.discard(self)
-        self._route_again(self.detach(), self._caller, data)
+        self._route_again(self.detach(), self._caller, data, session)
 
     def _judge(self, opening: Opening) -> None:
         """Find out who sent a request, and begin to serve it."""

@@ -180,6 +180,11 @@ class ModelProxy:
         """A request waits no more."""
         self._waiting -= 1
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether requests wait for the sessions to be known."""
+        return self._waiting > 0
+
     def begin_linger(self) -> bool:
         """Let a connection that got its last reply wait for its client; False when too many do."""
         if self._lingering >= MAX_LINGERING:

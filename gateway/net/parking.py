@@ -14,12 +14,14 @@ from gateway.core.parked import (
     ParkedEnding,
     ParkedFlow,
     ParkedGreeting,
+    ParkedHttp,
     ParkedPair,
     ParkedRunner,
     ParkedTunnel,
 )
 from gateway.net.connect import Connect
 from gateway.net.listener import Listener
+from gateway.net.plain import PlainRelay
 from gateway.net.services import Services
 from gateway.net.splice import Flow, Splicer
 from gateway.net.tunnel import Tunnel
@@ -59,6 +61,17 @@ class Parking:
                 for each in services.runners
                 if each.session is not None and each.splicer is not None
             ),
+            http=tuple(
+                ParkedHttp(
+                    each.session.id,
+                    str(each.authority) if each.authority is not None else None,
+                    str(each.caller) if each.caller is not None else None,
+                    each.left_s,
+                    self._place(each.sock),
+                    each.data,
+                )
+                for each in services.paused
+            ),
             arrivals=tuple(
                 ParkedArrival(
                     self._place(each.sock),
@@ -90,8 +103,18 @@ class Parking:
             # One that has not reached control yet is cut with the process, and its client connects again.
             if runner.splicer is not None:
                 runner.let_go()
+        for paused in list(services.paused):
+            paused.forget().close()
         self._listener.let_go()
         services.lingering.let_go()
+
+    def take_back(self) -> None:
+        """Go on with what was paused for a process that did not come."""
+        services = self._services
+        services.is_leaving = False
+        for paused in list(services.paused):
+            relay = PlainRelay(services, paused.caller, paused.session, paused.authority)
+            relay.start(paused.forget(), paused.data, paused.left_s)
 
     def _place(self, sock: socket.socket) -> int:
         return self._place_descriptor(sock.fileno())

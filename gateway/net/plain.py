@@ -3,47 +3,51 @@
 One coroutine a client connection; it is not the hot path. Every request is judged as a CONNECT is: credentials, level and
 rules, budget, slot, name, addresses. Requests may be pipelined and are answered in order, one at a time. A connection to
 a host may serve the next request to the same host, never one to another. A request to the gateway itself on the same
-connection takes the connection back to the router.
+connection takes the connection back to the router. In a gateway that leaves a connection pauses before its next request.
 """
 
 import asyncio
+import logging
+import socket
 import time
 from typing import Final
 
 from gateway.core.authority import Authority
-from gateway.core.credentials import parse_basic
-from gateway.core.decide import decide_host
 from gateway.core.head import Head, HeadError, parse_head
 from gateway.core.incomplete import Incomplete
 from gateway.core.plain_head import PlainRequest, names_one_of, read_request
 from gateway.core.replies import refusal_of
-from gateway.core.verdict import CloseReason, Deny, DenyReason, Verdict
+from gateway.core.verdict import CloseReason, Deny, DenyReason
+from gateway.net.paused import Paused
 from gateway.net.plain_exchange import Ending, Exchange
+from gateway.net.plain_judge import authenticate, judge
 from gateway.net.plain_stream import Stream
 from gateway.net.plain_upstream import HeldUpstream, Unreached, Upstream, reach
 from gateway.net.services import Services, milliseconds_since
 from gateway.registry import IPAddress, Session
 
+log = logging.getLogger("gateway.plain")
+
 # A client that half-closed may still read its response; one that left looks the same. When nothing has moved for this
 # long it counts as gone. (nginx and Go take it for gone at once.)
 HALF_CLOSED_S: Final = 5.0
 
-_MISSING: Final = Deny(DenyReason.CREDENTIALS_MISSING, "proxy credentials are needed: session and token")
-_NOT_BASIC: Final = Deny(DenyReason.CREDENTIALS_WRONG, "the proxy credentials are not of the Basic scheme")
-_NOT_READY: Final = Deny(DenyReason.NOT_READY, "the gateway does not know its sessions yet; try again")
-_EXHAUSTED: Final = Deny(DenyReason.BUDGET_EXHAUSTED, "the session's egress budget is used up")
 _CROWDED: Final = Deny(DenyReason.NO_FREE_SLOT, "too many connections of the session are open")
 _NO_ANSWER: Final = Deny(DenyReason.UPSTREAM_TIMEOUT, "the host did not answer in time")
 
 
-class PlainRelay(asyncio.Protocol):
+class PlainRelay:
     """Serves one client connection. `caller` is the sandbox's own address, None on a port without PROXY headers.
 
-    `tunnel`: the session that a CONNECT to port 80 authenticated, and where it leads.
+    `session`: whose connection it is, where that is known; `tunnel`: where the CONNECT to port 80 leads that carries it.
     """
 
     def __init__(
-        self, services: Services, caller: IPAddress | None, tunnel: tuple[Session, Authority] | None = None
+        self,
+        services: Services,
+        caller: IPAddress | None,
+        session: Session | None = None,
+        tunnel: Authority | None = None,
     ) -> None:
         self._services = services
         self._caller = caller
@@ -53,15 +57,17 @@ class PlainRelay(asyncio.Protocol):
         self._waker: asyncio.Future[None] | None = None
         self._gone_timer: asyncio.TimerHandle | None = None
         self._closed = False
-        # Nothing follows the present request here: the gateway ends. Whether another process may go on.
-        self._is_last = services.is_ending
-        self._is_kept = False
-        # The connection is routed anew: by the next process, or because its next request is for the gateway itself.
+        # The connection as it came, until this has begun.
+        self._sock: socket.socket | None = None
+        # Until when the head that has begun must be whole.
+        self._head_until: float | None = None
+        # The next request is another's to serve: the router's, because it is for the gateway itself, or the next process'.
         self._goes_back = False
+        self._goes_on = False
         # Whose connections and slots are in use here: the session of the tunnel, or of the latest request.
         self._session: Session | None = None
         self._is_crowded = False
-        self._tunnel: Authority | None = None
+        self._tunnel = tunnel
         # The request being served. `_asker` is None until its own credentials are known to be good.
         self._is_serving = False
         self._is_head = False
@@ -70,39 +76,49 @@ class PlainRelay(asyncio.Protocol):
         self._address = ""
         self._started = 0.0
         self._exchange: Exchange | None = None
-        if tunnel is not None:
-            session, self._tunnel = tunnel
+        if session is not None:
             self._adopt(session)
-
-    # -- what the hand-over calls
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; from here on its transport speaks to the stream."""
-        transport.set_protocol(self._client)
-        self._client.connection_made(transport)
-        if self._closed:
-            # The session was revoked while the socket changed hands.
-            transport.abort()
-            return
-        self._task = self._services.loop.create_task(self._run())
-        self._services.handover.keep(self._task)
-        self._services.relays.add(self)
-
-    def data_received(self, data: bytes) -> None:
-        """Take what was read before the hand-over."""
-        self._client.feed(data)
 
     # -- the connection
 
-    async def _run(self) -> None:
+    def start(self, sock: socket.socket, data: bytes, left_s: float | None = None) -> None:
+        """Serve a connection that nobody else watches; `data` was read from it already.
+
+        `left_s`: its session had it before, and this is what was left of the time for its next request.
+        """
+        services, client, limits = self._services, self._client, self._services.gateway.config.limits
+        client.data += data
+        if left_s is not None:
+            # It was let in once.
+            self._is_crowded = False
+            if data:
+                self._head_until = services.loop.time() + min(left_s, limits.head_timeout_ms / 1000)
+            else:
+                client.active += min(0.0, left_s - limits.egress_idle_ms / 1000)
+        if self._pauses:
+            self._pause(sock)
+            return
+        self._sock = sock
+        services.relays.add(self)
+        self._task = services.loop.create_task(self._run(sock))
+        services.handover.keep(self._task)
+
+    async def _run(self, sock: socket.socket) -> None:
+        self._sock = None
         try:
+            # Reading begins when this returns.
+            await self._services.loop.connect_accepted_socket(lambda: self._client, sock)
             while await self._serve():
                 pass
             await self._leave()
         except asyncio.CancelledError:
             # Session revoked, client gone, or the gateway stops. Nothing is awaited any more; `_close` gives all back.
             pass
+        except OSError as error:
+            log.debug("a connection cannot be served: %s", error)
         finally:
+            if not self._client.is_connected:
+                sock.close()
             self._close(CloseReason.SHUTDOWN)
 
     async def _serve(self) -> bool:
@@ -120,13 +136,14 @@ class PlainRelay(asyncio.Protocol):
             if head is None:
                 return False
             self._is_serving = True
+            self._head_until = None
             self._started = time.monotonic()
             self._is_head = head.method == b"HEAD"
             request = read_request(head, self._tunnel)
             self._authority = request.authority
-            found = self._asker or await self._authenticate(head)
+            found = self._asker or await authenticate(self._services, head, self._caller)
         except HeadError as error:
-            self._refuse(Deny(error.reason, error.message), error.status)
+            self._refuse_head(error)
             return False
         result = found if isinstance(found, Deny) else await self._carry(found, request)
         if isinstance(result, Deny):
@@ -141,44 +158,47 @@ class PlainRelay(asyncio.Protocol):
 
     async def _read_head(self) -> Head | None:
         """Return the next request's head, None when there is no other to be served here. Raises HeadError."""
-        loop, client, limits = self._services.loop, self._client, self._services.gateway.config.limits
-        overdue: float | None = None
+        services, client = self._services, self._client
+        loop, limits = services.loop, services.gateway.config.limits
         while True:
+            if self._pauses:
+                self._goes_on = True
+                return None
             if client.data:
                 head = parse_head(client.data, limits.head_bytes)
                 if not isinstance(head, Incomplete):
-                    if self._is_kept or (self._tunnel is None and names_one_of(self._services.gateway.names, head)):
+                    if self._is_for_gateway(head):
                         self._goes_back = True
                         return None
                     del client.data[: head.size]
                     client.taken()
                     return head
-                if overdue is None:
-                    overdue = loop.time() + limits.head_timeout_ms / 1000
-            until = client.active + limits.egress_idle_ms / 1000 if overdue is None else overdue
-            if client.ended:
+                if self._head_until is None:
+                    self._head_until = loop.time() + limits.head_timeout_ms / 1000
+            if client.ended or services.is_ending:
                 return None
-            if self._is_last:
-                self._goes_back = self._is_kept
-                return None
+            until = self._until
             if loop.time() >= until:
-                if overdue is None:
+                if self._head_until is None:
                     return None
                 raise HeadError(408, DenyReason.HEAD_TIMEOUT, "the request head did not arrive in time")
             await self._wait(min(until, self._held.tend(until)))
 
-    # -- the verdict
+    @property
+    def _pauses(self) -> bool:
+        """Whether the next request is the next process'. Only who is known may wait for it."""
+        return self._services.is_leaving and self._session is not None
 
-    async def _authenticate(self, head: Head) -> Session | Deny:
-        """Return the session whose credentials the request carries. Raises HeadError if it carries two."""
-        gateway = self._services.gateway
-        value = head.get(b"proxy-authorization")
-        credentials = None if value is None else parse_basic(value)
-        if credentials is None:
-            return _MISSING if value is None else _NOT_BASIC
-        if not await gateway.registry.wait_ready(credentials[0], gateway.config.limits.resync_wait_ms / 1000):
-            return _NOT_READY
-        return gateway.registry.authenticate(*credentials, self._caller)
+    @property
+    def _until(self) -> float:
+        """Until when the next request must begin, or its head be whole, in the loop's time."""
+        idle_s = self._services.gateway.config.limits.egress_idle_ms / 1000
+        return self._client.active + idle_s if self._head_until is None else self._head_until
+
+    def _is_for_gateway(self, head: Head) -> bool:
+        """Whether a request is for the gateway itself, addressed directly or as by a client that has it for a proxy."""
+        is_direct = head.target.startswith(b"/") and head.method != b"CONNECT"
+        return self._tunnel is None and (is_direct or names_one_of(self._services.gateway.names, head))
 
     def _adopt(self, session: Session) -> None:
         """Serve in the name of this session from now on."""
@@ -191,14 +211,6 @@ class PlainRelay(asyncio.Protocol):
         self._is_crowded = session.open_count >= session.slots.capacity + waiters
         session.add_closer(self._stop)
 
-    def _judge(self, session: Session, authority: Authority) -> Verdict:
-        verdict = decide_host(session.policy, authority)
-        if isinstance(verdict, Deny):
-            return verdict
-        if session.bytes_left <= 0:
-            return _EXHAUSTED
-        return _CROWDED if self._is_crowded else verdict
-
     # -- the exchange
 
     async def _carry(self, session: Session, request: PlainRequest) -> Ending | Deny:
@@ -206,9 +218,11 @@ class PlainRelay(asyncio.Protocol):
         self._asker = session
         if session is not self._session:
             self._adopt(session)
-        verdict = self._judge(session, request.authority)
+        verdict = judge(session, request.authority)
         if isinstance(verdict, Deny):
             return verdict
+        if self._is_crowded:
+            return _CROWDED
         upstream = self._held.take(session, request)
         if upstream is not None:
             ending = await self._exchange_over(upstream, session, request, verdict.rule)
@@ -228,7 +242,7 @@ class PlainRelay(asyncio.Protocol):
         self._services.gateway.metrics.allowed["http"].inc()
         self._log("allow", rule)
         exchange = self._exchange = Exchange(session, request, self._client, upstream.stream)
-        exchange.is_last = self._is_last and not self._is_kept
+        exchange.is_last = self._services.is_ending
         ending = await self._drive(exchange)
         if ending.keep_upstream:
             self._held.keep()
@@ -302,22 +316,30 @@ class PlainRelay(asyncio.Protocol):
         self._held.drop()
         self._reply(deny, status)
 
+    def _refuse_head(self, error: HeadError) -> None:
+        """Answer what is no request; who means the model proxy is answered as by its provider."""
+        reply = None
+        if self._tunnel is None and not self._is_serving:
+            reply = self._services.model_refusal(bytes(self._client.data), error.reason, error.message)
+        if reply is None:
+            self._refuse(Deny(error.reason, error.message), error.status)
+        else:
+            self._client.write(reply)
+
     def _reply(self, deny: Deny, status: int | None = None) -> None:
         reply = refusal_of(deny, self._authority, status)
         # RFC 9110 §9.3.2: a response to HEAD has no body.
         self._client.write(reply[: reply.index(b"\r\n\r\n") + 4] if self._is_head else reply)
 
     @property
-    def is_serving(self) -> bool:
-        """Whether a request is being answered."""
-        return self._is_serving
+    def will_pause(self) -> bool:
+        """Whether it pauses as soon as it gets its turn: no request is being answered, and no reply being sent."""
+        return self._pauses and not (self._is_serving or (self._client.is_connected and self._client.has_unsent))
 
-    def drain(self, *, keep: bool) -> None:
-        """Take no request after the present one. With `keep` another process can, if nothing binds them to this one."""
-        self._is_last = True
-        self._is_kept = keep and self._tunnel is None
+    def drain(self) -> None:
+        """Notice that the gateway leaves or ends: no request is taken after the present one."""
         if self._exchange is not None:
-            self._exchange.is_last = not self._is_kept
+            self._exchange.is_last = self._services.is_ending
         self._wake()
 
     async def _leave(self) -> None:
@@ -334,10 +356,24 @@ class PlainRelay(asyncio.Protocol):
             except OSError:
                 # Without a descriptor to spare it is closed hard.
                 return
-            if self._goes_back and not services.is_ending:
-                services.route_again(sock, self._caller, bytes(client.data))
-            else:
+            if not (self._goes_back or self._goes_on) or services.is_ending:
                 services.lingering.close_with(sock, b"")
+            elif self._pauses:
+                self._pause(sock)
+            elif self._goes_back:
+                services.route_again(sock, self._caller, bytes(client.data), self._session)
+            else:
+                # The process that it was to wait for did not come.
+                relay = PlainRelay(services, self._caller, self._session, self._tunnel)
+                relay.start(sock, bytes(client.data), self._until - services.loop.time())
+
+    def _pause(self, sock: socket.socket) -> None:
+        """Leave the connection to the next process."""
+        services, session = self._services, self._session
+        assert session is not None
+        session.remove_closer(self._stop)
+        left_s = self._until - services.loop.time()
+        Paused(services, session, self._caller, self._tunnel, sock, bytes(self._client.data), left_s)
 
     def _on_client_lost(self) -> None:
         self._stop(CloseReason.CLIENT_GONE)
@@ -366,6 +402,8 @@ class PlainRelay(asyncio.Protocol):
             self._gone_timer.cancel()
         if self._client.is_connected:
             self._client.abort()
+        elif self._sock is not None:
+            self._sock.close()
 
     def _log(self, event: str, reason: DenyReason | CloseReason | str, up: int = 0, down: int = 0) -> None:
         session, authority = self._asker, self._authority

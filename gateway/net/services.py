@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from gateway.context import Gateway
 from gateway.core.decide import HostFacts
-from gateway.core.verdict import Deny
+from gateway.core.model_refusal import ModelRefusal, encode_refusal
+from gateway.core.model_request import is_for_model
+from gateway.core.verdict import Deny, DenyReason
 from gateway.net.decisions import Decisions
 from gateway.net.descriptors import DescriptorBudget
 from gateway.net.dial import Dialer
@@ -23,6 +25,7 @@ from gateway.registry import UNLIMITED, IPAddress, Session
 
 if TYPE_CHECKING:
     from gateway.net.connect import Connect
+    from gateway.net.paused import Paused
     from gateway.net.plain import PlainRelay
     from gateway.net.runner import RunnerHandoff
     from gateway.net.tunnel import Tunnel
@@ -63,17 +66,34 @@ class Services:
     tunnels: "set[Tunnel]" = field(default_factory=set)
     connects: "set[Connect]" = field(default_factory=set)
     runners: "set[RunnerHandoff]" = field(default_factory=set)
-    # Plain-HTTP connections, which end between two requests when the gateway does.
+    # Plain-HTTP connections, and those that wait for the next process to go on with them.
     relays: "set[PlainRelay]" = field(default_factory=set)
+    paused: "set[Paused]" = field(default_factory=set)
+    # Whether HTTP connections pause between two requests, for the next process; whether they end there.
+    is_leaving: bool = False
     is_ending: bool = False
     # Routes a connection anew by the head at the start of these bytes: the listener's.
-    route_again: Callable[[socket.socket, IPAddress | None, bytes], None] = field(init=False)
+    route_again: Callable[[socket.socket, IPAddress | None, bytes, Session | None], None] = field(init=False)
 
     def end_relays(self, *, keep: bool) -> None:
-        """Have plain-HTTP connections end after their present request; with `keep` they go back to the listener then."""
-        self.is_ending = not keep
+        """Have plain-HTTP connections end after their present request; with `keep` they pause then."""
+        self.is_leaving, self.is_ending = keep, not keep
+        if not keep:
+            for paused in list(self.paused):
+                paused.close()
         for relay in list(self.relays):
-            relay.drain(keep=keep)
+            relay.drain()
+
+    def model_refusal(self, data: bytes, reason: DenyReason, message: str) -> bytes | None:
+        """Return the answer to what begins so and is no request, as a provider's SDK understands it, and count it.
+
+        None if it is not for the model proxy.
+        """
+        rules = self.gateway.model.rules
+        if not is_for_model(data, rules.names):
+            return None
+        self.gateway.metrics.refused["model", reason].inc()
+        return encode_refusal(rules.default, ModelRefusal(reason, message), close=True)
 
     def count_refusal(self, session: Session | None, kind: str, deny: Deny) -> None:
         """Count a refusal in the metrics and, when the session is known, in its usage."""

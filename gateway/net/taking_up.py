@@ -16,6 +16,7 @@ from gateway.core.parked import (
     ParkedAsking,
     ParkedFlow,
     ParkedGreeting,
+    ParkedHttp,
     ParkedPair,
     ParkedRunner,
     ParkedTunnel,
@@ -24,6 +25,7 @@ from gateway.core.verdict import CloseReason
 from gateway.net.arrival import Arrival
 from gateway.net.connect import Connect
 from gateway.net.listener import Listener
+from gateway.net.plain import PlainRelay
 from gateway.net.runner import RunnerHandoff
 from gateway.net.services import Services, milliseconds_since
 from gateway.net.splice import Account, Flow, Splicer
@@ -60,6 +62,8 @@ class TakingUp:
             self._greeting(greeting)
         for runner in record.runners:
             self._runner(runner)
+        for http in record.http:
+            self._http(http)
         for ending in record.endings:
             self._services.lingering.take_up(self._socket(ending.client), ending.left_s, ending.discarded)
         for asking in record.asking:
@@ -129,6 +133,15 @@ class TakingUp:
         )
         self._flows(splicer, pair, account)
         runner.take_up(session, splicer)
+
+    def _http(self, parked: ParkedHttp) -> None:
+        session = self._services.gateway.registry.get(parked.session)
+        if session is None:
+            os.close(self._descriptors[parked.client])
+            return
+        tunnel = None if parked.authority is None else _authority(parked.authority)
+        relay = PlainRelay(self._services, _address(parked.caller), session, tunnel)
+        relay.start(self._socket(parked.client), parked.data, parked.left_s)
 
     def _arrival(self, parked: ParkedArrival) -> None:
         arrival = self._seat(parked.client, parked.caller, parked.started)

@@ -20,7 +20,7 @@ from gateway.core.rules import load_registries
 from gateway.metrics import Metrics
 from gateway.net.model import IPAddress, ModelClient
 from gateway.net.poller import Poller
-from gateway.registry import Registry
+from gateway.registry import Registry, Session
 from tests.support.listener import bound
 from tests.support.patience import PATIENCE_S
 
@@ -72,7 +72,7 @@ class Proxy:
     # What was read of connections that were given away.
     given: list[bytes] = field(default_factory=list)
 
-    def route_again(self, sock: socket.socket, caller: IPAddress | None, data: bytes) -> None:
+    def route_again(self, sock: socket.socket, caller: IPAddress | None, data: bytes, session: Session | None) -> None:
         """Stand in for the router of connections."""
         assert all(client.is_closed for client in self.clients if client.sock is sock)
         self.given.append(data)

@@ -271,6 +271,19 @@ async def test_a_first_head_that_is_refused_is_answered_in_the_providers_shape(s
                     assert body["error"]["code"] == reason.decode()
 
 
+async def test_a_head_for_the_model_after_a_request_to_a_host_is_refused_in_the_providers_shape() -> None:
+    with gateway_process() as gateway:
+        async with origin() as server:
+            for head, status, reason in REFUSED_HEADS:
+                async with connected(gateway) as client:
+                    await client.send(ask(server))
+                    assert (await client.reply()).body == b"hello"
+                    await client.send(head)
+                    answer = await client.reply()
+                    assert (answer.status, answer.header(b"x-opificia-reason")) == (status, reason), head[:100]
+                    assert json.loads(answer.body)["type"] == "error"
+
+
 async def test_a_first_head_for_the_model_that_does_not_end_in_time_is_answered_in_the_providers_shape() -> None:
     with gateway_process({"limits": {"head_timeout_ms": 300}}) as gateway:
         async with connected(gateway) as client:

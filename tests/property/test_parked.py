@@ -17,6 +17,7 @@ from gateway.core.parked import (
     ParkedError,
     ParkedFlow,
     ParkedGreeting,
+    ParkedHttp,
     ParkedModel,
     ParkedPair,
     ParkedRunner,
@@ -96,6 +97,11 @@ def records(draw: st.DrawFn) -> tuple[Parked, int]:
             )
         ),
         runners=many(lambda: ParkedRunner(draw(IDS), pair())),
+        http=many(
+            lambda: ParkedHttp(
+                *(draw(IDS), draw(st.none() | AUTHORITIES), draw(CALLERS), draw(TIMES), places.next(), draw(BYTES))
+            )
+        ),
         arrivals=many(
             lambda: ParkedArrival(
                 places.next(), draw(CALLERS), draw(st.booleans()), draw(TIMES), draw(TIMES), draw(BYTES)
