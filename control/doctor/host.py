@@ -28,7 +28,7 @@ _PROC: Final = Path("/proc")
 _TCP_LISTEN: Final = "0A"
 _UDP_BOUND: Final = "07"
 # As systemd/sysctl sets them, where the reasons stand.
-SYSCTLS: Final = {"fs.pipe-user-pages-soft": 131_072, "net.core.somaxconn": 4_096}
+SYSCTLS: Final = {"fs.pipe-user-pages-soft": 131_072, "net.core.somaxconn": 8_192}
 MAX_IMAGE_DAYS: Final = 60
 # adjtimex(2): the clock is not synchronized.
 _TIME_ERROR: Final = 5

@@ -74,7 +74,7 @@ class ListenError(Exception):
     """A listening socket could not be made; the message is one sentence with the remedy."""
 
 
-def listen(address: UnixAddress | TcpAddress, backlog: int = 4096, mode: int = 0o660) -> socket.socket:
+def listen(address: UnixAddress | TcpAddress, backlog: int = 8192, mode: int = 0o660) -> socket.socket:
     """Return a non-blocking listening socket on `address`.
 
     A unix socket left by a process that is gone is replaced; one that answers is not. Raises ListenError.

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from control.doctor.host import SYSCTLS
+from control.plan.host import ForwarderSettings
 from tests.support.paths import CHECKOUT
 
 UNITS = CHECKOUT / "systemd"
@@ -109,3 +111,13 @@ def test_folders_are_made_with_the_modes_that_keep_the_daemons_apart(tmp_path: P
     assert (contract.st_uid, contract.st_gid, contract.st_mode & 0o7777) == (60601, 60603, 0o2750)
     runner = (tmp_path / "run/opificia/runner").stat()
     assert (runner.st_uid, runner.st_gid, runner.st_mode & 0o7777) == (60602, 60604, 0o2750)
+
+
+def test_the_doors_queue_holds_all_that_the_forwarder_may_have_while_the_gateway_restarts() -> None:
+    backlog = re.search(r"^Backlog=(\d+)$", (UNITS / "opificia-gateway-sandbox.socket").read_text(), re.MULTILINE)
+    limit = re.search(r"^net.core.somaxconn = (\d+)$", (UNITS / "sysctl/60-opificia.conf").read_text(), re.MULTILINE)
+    assert backlog
+    assert limit
+    # Connecting to a unix socket whose queue is full fails at once (connect(2), EAGAIN), and HAProxy does not try again.
+    assert min(int(backlog[1]), int(limit[1])) >= ForwarderSettings().connections
+    assert SYSCTLS["net.core.somaxconn"] == int(limit[1])

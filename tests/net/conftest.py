@@ -25,6 +25,9 @@ TWICE = {
     "test_overload",
 }
 
+# What only a sandbox does, or only its way to the gateway changes.
+FORWARDED = {"test_crowd"}
+
 # These run the gateway's own code, so they run it on the gateway's own loop.
 INSIDE = {"test_dial", "test_resolve"}
 
@@ -60,9 +63,11 @@ def forwarded(engine: PrivateEngine) -> Iterator[Forwarded]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """Run the modules of TWICE both ways."""
-    if metafunc.module.__name__.rpartition(".")[2] in TWICE:
-        metafunc.parametrize("way", ["direct", "forwarder"], indirect=True, scope="module")
+    """Run the modules of TWICE both ways, those of FORWARDED from a container alone."""
+    module = metafunc.module.__name__.rpartition(".")[2]
+    if module in TWICE | FORWARDED:
+        ways = ["forwarder"] if module in FORWARDED else ["direct", "forwarder"]
+        metafunc.parametrize("way", ways, indirect=True, scope="module")
 
 
 @pytest.fixture(scope="module", autouse=True)
