@@ -96,10 +96,12 @@ class LaunchRequested(msgspec.Struct, frozen=True, tag="launch_requested"):
 
 
 class LaunchStarted(msgspec.Struct, frozen=True, tag="launch_started"):
-    """There is room: address and token are assigned."""
+    """There is room: address and token are assigned. `uptime_ms`: since which `boot`, for a time of day may be set meanwhile."""
 
     address: str
     token_sha256: str
+    boot: str = ""
+    uptime_ms: int = 0
 
 
 class LaunchCut(msgspec.Struct, frozen=True, tag="launch_cut"):
@@ -228,6 +230,9 @@ class Session(msgspec.Struct, frozen=True, kw_only=True):
     image_id: str = ""
     instance: str = ""
     launched_at: int | None = None
+    # The same by the machine's uptime; empty and 0 where that was not known.
+    launched_boot: str = ""
+    launched_uptime_ms: int = 0
     connected_at: int | None = None
     running_at: int | None = None
     ended_at: int | None = None
@@ -297,9 +302,25 @@ def _note(session: Session, event: Event, now_ms: int) -> Session:
             return replace(session, waiting=True)
         case LaunchCut():
             # The address stays held: the next launch takes it again.
-            return replace(session, waiting=True, container="", image_id="", launched_at=None)
-        case LaunchStarted(address, token_sha256):
-            return replace(session, waiting=False, address=address, token_sha256=token_sha256, launched_at=now_ms)
+            return replace(
+                session,
+                waiting=True,
+                container="",
+                image_id="",
+                launched_at=None,
+                launched_boot="",
+                launched_uptime_ms=0,
+            )
+        case LaunchStarted(address, token_sha256, boot, uptime_ms):
+            return replace(
+                session,
+                waiting=False,
+                address=address,
+                token_sha256=token_sha256,
+                launched_at=now_ms,
+                launched_boot=boot,
+                launched_uptime_ms=uptime_ms,
+            )
         case ContainerCreated(container, image_id):
             return replace(session, container=container, image_id=image_id)
         case RunnerConnected(instance):

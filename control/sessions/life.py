@@ -27,6 +27,7 @@ from control.runner.messages import Run
 from control.sessions.launch import EndError, Launch, Services, whole
 from control.sessions.logs import LogFiles
 from control.sessions.record import Record, now_ms
+from control.sessions.uptime import boot_id, gone_ms, uptime_ms
 
 log = logging.getLogger(__name__)
 
@@ -49,11 +50,9 @@ class Life:
         self._services = services
         self._token = token
         self._adopted = not token
-        # Once begun, time is told by the clock that nobody sets. What a session that is taken up had of its time only the other
-        # clock knows; if its launch is in the future by now, that was set back.
+        # Time is told by the clock that nobody sets.
         self._begun = time.monotonic()
-        now = now_ms()
-        self._gone_before_s = max(0, now - (record.life.launched_at or now)) / 1000 if self._adopted else 0.0
+        self._gone_before_s = gone_ms(record.life, boot_id(), uptime_ms(), now_ms()) / 1000 if self._adopted else 0.0
         self._grace_ms = services.limits.stop_grace_ms if grace_ms is None else grace_ms
         # A grace was named; one that is named while the container has its grace already shortens that.
         self._hurried = asyncio.Event()

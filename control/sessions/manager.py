@@ -39,6 +39,7 @@ from control.sessions.record import Record, now_ms
 from control.sessions.refusals import InvalidSpecError, NoSuchSessionError, WrongStateError
 from control.sessions.retention import Retention
 from control.sessions.strays import Strays
+from control.sessions.uptime import boot_id, uptime_ms
 from control.sessions.usage import UsageKeeper
 from control.spec import Bounds, SandboxSpec, spec_problems
 from gateway.contract.ids import new_session_id, new_token, token_sha256
@@ -351,7 +352,7 @@ class SessionManager:
             token = new_token()
             # From this moment on a stop goes to the life, whatever of the launch has happened yet.
             life = self._lives[session] = Life(record, self._services, token)
-            started = LaunchStarted(str(address), token_sha256(token))
+            started = LaunchStarted(str(address), token_sha256(token), boot_id(), uptime_ms())
             self._spawn(self._launch(record, life, started), f"session-{session}")
 
     async def _launch(self, record: Record, life: Life, started: LaunchStarted) -> None:

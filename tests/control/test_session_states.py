@@ -1,6 +1,7 @@
 """The table of a session's life: every pair of state and event, and every way to end."""
 
 import itertools
+from pathlib import Path
 
 import msgspec
 import pytest
@@ -32,6 +33,7 @@ from control.plan.session import (
     finding,
     transition_table,
 )
+from control.sessions.uptime import boot_id, gone_ms
 
 EVENTS: list[Event] = [
     LaunchRequested(),
@@ -245,3 +247,22 @@ def test_an_event_survives_the_journal(event: Event) -> None:
 
 def test_the_documentation_shows_every_transition() -> None:
     assert len(transition_table()) == len(TRANSITIONS) + 2
+
+
+def test_how_long_ago_a_launch_was_is_told_by_the_uptime_and_across_boots_by_the_time_of_day() -> None:
+    session = live(LaunchRequested(), LaunchStarted("10.0.0.16", "", "boot", 1_000))
+    assert gone_ms(session, "boot", 61_000, now=10**12) == gone_ms(session, "boot", 61_000, now=0) == 60_000
+    for unknown in ("other", ""):
+        assert gone_ms(session, unknown, 61_000, now=5_002) == 5_000
+        # The clock was set back behind the launch.
+        assert gone_ms(session, unknown, 61_000, now=1) == 0
+    older = live(LaunchRequested(), LaunchStarted("10.0.0.16", ""))
+    assert gone_ms(older, "boot", 61_000, now=5_002) == gone_ms(older, "", 61_000, now=5_002) == 5_000
+
+
+def test_a_boot_is_told_by_the_unit_or_the_kernel_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "boot_id"
+    assert boot_id({}, file) == ""
+    file.write_text("12345678-9abc-4def-8123-456789abcdef\n")
+    assert boot_id({}, file) == "123456789abc4def8123456789abcdef"
+    assert boot_id({"OPIFICIA_BOOT_ID": "told"}, file) == "told"

@@ -61,10 +61,12 @@ async def test_sessions_neither_end_nor_hang_when_the_clock_is_set(
         async with asyncio.timeout(60):
             while counted(log(host, session)) == before:
                 await asyncio.sleep(0.05)
-    # Taken up by a process that was started before the launch, as far as it can tell.
-    await asyncio.to_thread(host.control.stop)
-    host.control.start()
-    await connected(control, session)
+    # Taken up by a process that was started before the launch, as far as it can tell, and by one for which its time is long over.
+    for offset in (-DAY_S, HOUR_S):
+        await asyncio.to_thread(host.control.stop)
+        clock.set(offset)
+        host.control.start()
+        await connected(control, session)
     assert (await execute(control, session, "touch", "/work/end"))[0] == 0
     assert how(await ended(control, session)) == (SessionState.EXITED, Reason.EXIT_CODE, 6)
     counted(log(host, session))
