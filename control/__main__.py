@@ -15,6 +15,7 @@ from control.docker.service import DockerService
 from control.docker.types import EngineError
 from control.plan.reconcile import Action
 from control.sessions.preview import describe, preview
+from gateway.runtime.log import begin
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
 from gateway.runtime.version import version
 
@@ -42,12 +43,7 @@ def main() -> None:
         return
     # What it keeps is for its own group at most, whatever it was started with.
     os.umask(0o027)
-    # The service manager's journal adds the time.
-    logging.basicConfig(
-        level=logging.DEBUG if arguments.verbose else logging.INFO,
-        format="%(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    begin(logging.DEBUG if arguments.verbose else logging.INFO)
     logging.getLogger("alembic").setLevel(logging.WARNING)
     logging.getLogger("aiosqlite").setLevel(logging.WARNING)
     try:

@@ -88,7 +88,7 @@ class ControlClient:
     async def put_input(self, session: str, archive: BinaryIO) -> SessionView:
         """Upload a tar that becomes /in."""
         async with self._request("PUT", f"{_path(session)}/in", data=archive) as answer:
-            return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=SessionView)
+            return _decoded(await answer.read(_MAX_ANSWER_BYTES), SessionView)
 
     async def launch(self, session: str) -> SessionView:
         """Queue a session for its start."""
@@ -123,17 +123,18 @@ class ControlClient:
 
     async def events(self, session: str, *, after: int = 0, follow: bool = True) -> AsyncIterator[EventView]:
         """Yield a session's events; with `follow`, until it has ended."""
-        async for event in self._events(session, after, follow=follow):
-            yield event
+        async for data in self._events(session, after, follow=follow):
+            yield _decoded(data, EventView)
 
     async def follow_events(self, session: str, patience_s: float) -> AsyncIterator[EventView]:
         """Yield a session's events to its end, across restarts of the daemon that take no longer than `patience_s`."""
         number = 0
 
-        def rest(opened: _Opened) -> AsyncIterator[EventView]:
+        def rest(opened: _Opened) -> AsyncIterator[bytes]:
             return self._events(session, number, follow=True, opened=opened)
 
-        async for event in _across(patience_s, rest):
+        async for data in _across(patience_s, rest):
+            event = _decoded(data, EventView)
             number = event.number
             yield event
 
@@ -157,7 +158,7 @@ class ControlClient:
 
         async for line in _across(patience_s, rest):
             count += 1
-            yield msgspec.json.decode(line, type=LogLine)
+            yield _decoded(line, LogLine)
 
     async def follow_egress(self, session: str, patience_s: float) -> AsyncIterator[dict[str, Any]]:
         """Yield the gateway's decisions for a session to its end, across restarts as `follow_events` does."""
@@ -168,7 +169,7 @@ class ControlClient:
 
         async for line in _across(patience_s, rest):
             offset += len(line)
-            yield msgspec.json.decode(line, type=dict[str, Any])
+            yield _decoded(line, dict[str, Any])
 
     async def ended(self, session: str) -> SessionView:
         """Wait until a session has ended and return it."""
@@ -184,12 +185,12 @@ class ControlClient:
     async def logs(self, session: str, *, follow: bool = False) -> AsyncIterator[LogLine]:
         """Yield both outputs, merged in the order in which they came."""
         async for line in self._log(session, "merged", 0, follow=follow, take=Answer.lines):
-            yield msgspec.json.decode(line, type=LogLine)
+            yield _decoded(line, LogLine)
 
     async def egress(self, session: str, *, follow: bool = False) -> AsyncIterator[dict[str, Any]]:
         """Yield the gateway's decisions for a session."""
         async for line in self._egress(session, 0, follow=follow):
-            yield msgspec.json.decode(line, type=dict[str, Any])
+            yield _decoded(line, dict[str, Any])
 
     async def check_egress(self, check: EgressCheck) -> EgressChecked:
         """Ask what the gateway would decide about hosts."""
@@ -203,7 +204,7 @@ class ControlClient:
         """Run a command in a session; leaving the iteration early cancels it."""
         async with self._request("POST", f"{_path(session)}/runs", body=command) as answer:
             async for line in answer.lines():
-                yield msgspec.json.decode(line, type=RunLine)
+                yield _decoded(line, RunLine)  # type: ignore[arg-type]  # of a union mypy knows no type
 
     async def out(self, session: str, destination: Path) -> int:
         """Write the tar of what a session left in /out; return its size in bytes."""
@@ -218,15 +219,15 @@ class ControlClient:
     async def health(self) -> Health:
         """Return whether all parts of the host are there."""
         async with self._request("GET", "/health", accept=(503,)) as answer:
-            return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=Health)
+            return _decoded(await answer.read(_MAX_ANSWER_BYTES), Health)
 
     async def _events(
         self, session: str, after: int, *, follow: bool, opened: _Opened | None = None
-    ) -> AsyncIterator[EventView]:
+    ) -> AsyncIterator[bytes]:
         query = [("after", str(after)), ("follow", str(int(follow)))]
         async for line in self._stream(f"{_path(session)}/events", query, Answer.lines, opened):
             if line.startswith(b"data: "):
-                yield msgspec.json.decode(line[6:], type=EventView)
+                yield line[6:]
 
     def _log(
         self,
@@ -271,11 +272,9 @@ class ControlClient:
                 asyncio.timeout(_ANSWER_S),
                 self._request(method, path, body=body, query=query, headers=headers) as answer,
             ):
-                return msgspec.json.decode(await answer.read(_MAX_ANSWER_BYTES), type=kind)
+                return _decoded(await answer.read(_MAX_ANSWER_BYTES), kind)
         except TimeoutError as error:
             raise ControlUnavailableError(f"the control daemon did not answer within {_ANSWER_S:g} s") from error
-        except msgspec.MsgspecError as error:
-            raise ControlUnavailableError(f"the answer is not of this version of the API: {error}") from error
 
     @asynccontextmanager
     async def _request(
@@ -359,10 +358,17 @@ def _path(session: str) -> str:
     return f"/v1/sessions/{quote(session, safe='')}"
 
 
+def _decoded(data: bytes, kind: type[T]) -> T:
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise ControlUnavailableError(f"the answer is not of this version of the API: {error}") from error
+
+
 def _problem(status: int, body: bytes) -> Problem:
     try:
         return msgspec.json.decode(body, type=Problem)
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, RecursionError):
         text = body.decode("utf-8", "replace")[:500]
         return Problem(
             type="about:blank", title="error", status=status, detail=text or f"status {status}", reason="unknown"

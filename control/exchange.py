@@ -113,21 +113,26 @@ class Answer:
         except OSError as error:
             raise ExchangeError(_why(error)) from error
         except (httptools.HttpParserError, httptools.HttpParserUpgrade) as error:
+            if self._whole:
+                return
             raise ExchangeError(f"what answers there does not speak HTTP: {error}") from error
 
     # --- httptools' callbacks
 
     def on_headers_complete(self) -> None:
-        """Note the status."""
-        self.status = self._parser.get_status_code()
+        """Note the status, unless it is an interim one, which another follows (RFC 9110 §15.2)."""
+        status = self._parser.get_status_code()
+        if not self._whole and status >= 200:
+            self.status = status
 
     def on_body(self, data: bytes) -> None:
         """Keep a piece of the body until it is asked for."""
-        self._pieces.append(data)
+        if not self._whole:
+            self._pieces.append(data)
 
     def on_message_complete(self) -> None:
-        """Note that the body is whole."""
-        self._whole = True
+        """Note that the body is whole; what comes after it belongs to no answer."""
+        self._whole = self.status != 0
 
 
 @asynccontextmanager

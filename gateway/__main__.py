@@ -11,6 +11,7 @@ from gateway.app import App, StartError
 from gateway.channel import SuccessionError
 from gateway.config import load_config, load_sessions
 from gateway.runtime.addresses import ListenError
+from gateway.runtime.log import begin
 from gateway.runtime.settings import EXIT_CONFIG, SettingsError
 from gateway.runtime.version import version
 
@@ -25,7 +26,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--version", action="version", version=version())
     parser.add_argument("--log-level", default="INFO", choices=("DEBUG", "INFO", "WARNING", "ERROR"))
     options = parser.parse_args(arguments)
-    logging.basicConfig(level=options.log_level, format="%(levelname)s %(name)s: %(message)s", stream=sys.stderr)
+    begin(options.log_level)
     # Its access log would hold what sandboxes say.
     logging.getLogger("aiohttp").setLevel(logging.WARNING)
     problems: list[str] = []

@@ -60,6 +60,14 @@ Message = Ready | Taken | Go | Spent | Revoked | Cut | End
 _decoder: Final = msgspec.msgpack.Decoder(Message)
 
 
+def decode(data: bytes) -> Message | None:
+    """Read one message, None where the other process has ended. Raises SuccessionError."""
+    try:
+        return _decoder.decode(data) if data else None
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise SuccessionError(f"the other gateway cannot be understood: {error}") from error
+
+
 class Channel:
     """One end of the socket between the two."""
 
@@ -109,7 +117,7 @@ class Channel:
     def await_message(self, kind: type[Message], seconds: float) -> None:
         """Wait for a message of this kind. Raises SuccessionError."""
         self.await_readable(seconds)
-        message = self._decode(self._recv())
+        message = decode(self._recv())
         if message is None:
             raise SuccessionError("the other gateway ended before it took over; its own messages say why")
         if not isinstance(message, kind):
@@ -119,7 +127,7 @@ class Channel:
         """Return the next message, None when the other process has ended. Raises SuccessionError."""
         loop = asyncio.get_running_loop()
         try:
-            return self._decode(await loop.sock_recv(self.sock, _MAX_MESSAGE_BYTES))
+            return decode(await loop.sock_recv(self.sock, _MAX_MESSAGE_BYTES))
         except OSError:
             return None
 
@@ -128,13 +136,6 @@ class Channel:
             return self.sock.recv(_MAX_MESSAGE_BYTES)
         except OSError as error:
             raise SuccessionError(f"the other gateway cannot be reached: {error.strerror}") from error
-
-    @staticmethod
-    def _decode(data: bytes) -> Message | None:
-        try:
-            return _decoder.decode(data) if data else None
-        except msgspec.MsgspecError as error:
-            raise SuccessionError(f"the other gateway cannot be understood: {error}") from error
 
     def close(self) -> None:
         """End it."""

@@ -16,6 +16,7 @@ from typing import Final
 import msgspec
 
 from gateway.access import AuditLine, AuditLog
+from gateway.contract.ids import is_session_id
 from gateway.core.authority import parse_authority
 from gateway.core.parked import Parked
 from gateway.core.verdict import CloseReason
@@ -27,6 +28,22 @@ _NAME: Final = ".unfinished"
 # 10,000 tunnels are about 3 MB.
 _MAX_BYTES: Final = 64 << 20
 _decoder: Final = msgspec.json.Decoder(list[AuditLine])
+
+
+def decode(data: bytes) -> list[AuditLine]:
+    """Read what such a file holds. Raises ValueError when a line could not be one of the audit log's."""
+    try:
+        lines = _decoder.decode(data)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+    for line in lines:
+        # It becomes the name of a file.
+        if not is_session_id(line.session):
+            raise ValueError("a line is of no session")
+        # Of a time without its zone nobody knows when it was; and the years at either end are no numbers of seconds.
+        if line.ts.tzinfo is None or not 1970 < line.ts.year < 9999:
+            raise ValueError("a line is of no time")
+    return lines
 
 
 class Unfinished:
@@ -63,10 +80,10 @@ class Unfinished:
             return
         try:
             with self._path.open("rb") as file:
-                lines = _decoder.decode(file.read(_MAX_BYTES))
+                lines = decode(file.read(_MAX_BYTES))
         except FileNotFoundError:
             return
-        except (OSError, msgspec.MsgspecError) as error:
+        except (OSError, ValueError) as error:
             log.error("the ends of tunnels that were parked cannot be read: %s", error)
             lines = []
         with contextlib.suppress(OSError):

@@ -41,7 +41,11 @@ def json_response(value: object, status: int = 200) -> web.Response:
 
 async def read_body(request: web.Request, kind: type[Body]) -> Body:
     """Read the request's JSON body as a `kind`. Raises ProblemError with everything that is wrong with its shape."""
-    raw = await request.read()
+    return decode_body(await request.read(), kind)
+
+
+def decode_body(raw: bytes, kind: type[Body]) -> Body:
+    """Take a JSON body as a `kind`. Raises ProblemError."""
     try:
         return convert(msgspec.json.decode(raw or b"{}"), kind)
     except (msgspec.MsgspecError, RecursionError) as error:

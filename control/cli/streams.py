@@ -4,6 +4,7 @@ import asyncio
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 import msgspec
 
@@ -11,8 +12,8 @@ from control.api.types import RunCompleted, RunOutput, RunRequest
 from control.cli.output import EXIT_HOST, as_json, cell, fail, show, table
 from control.cli.run import PATIENCE_S, StreamWriter
 from control.cli.text import Escaper, escape_line
-from control.client import ControlClient
-from control.runner.messages import Stream, decode_data
+from control.client import ControlClient, ControlUnavailableError
+from control.runner.messages import Encoding, Stream, decode_data
 
 
 async def show_logs(
@@ -32,9 +33,9 @@ async def show_logs(
             if json:
                 as_json(line)
                 continue
-            text = Escaper().feed(decode_data(line.data, line.encoding), final=True)
+            text = Escaper().feed(_bytes(line.data, line.encoding), final=True)
             for row in text.splitlines():
-                print(f"{line.at} {line.stream} {row}")
+                print(f"{escape_line(line.at)} {line.stream} {row}")
         return
 
     async def copy(stream: str) -> None:
@@ -68,7 +69,7 @@ async def show_egress(client: ControlClient, session: str, follow: bool, refused
         host = escape_line(f"{entry.get('host') or '-'}:{entry.get('port') or '-'}")
         line = Text(f"{at:24} {event:7} {kind:8} {host}")
         if event == "close":
-            line.append(f"  ↑{entry.get('bytes_up', 0)} ↓{entry.get('bytes_down', 0)} bytes")
+            line.append(escape_line(f"  ↑{entry.get('bytes_up', 0)} ↓{entry.get('bytes_down', 0)} bytes"))
         if entry.get("reason"):
             line.append(f"  {escape_line(str(entry['reason']))}")
         if event == "refuse":
@@ -91,8 +92,7 @@ async def summarize_egress(client: ControlClient, session: str, follow: bool, js
     """Print one line for each host, the refused ones first."""
     hosts: dict[tuple[str, int], _Tally] = {}
     async for entry in client.follow_egress(session, PATIENCE_S) if follow else client.egress(session):
-        # The gateway writes numbers; a port that could not be read is none.
-        tally = hosts.setdefault((str(entry.get("host") or "-"), int(entry.get("port") or 0)), _Tally())
+        tally = hosts.setdefault((str(entry.get("host") or "-"), _number(entry, "port")), _Tally())
         match entry.get("event"):
             case "allow":
                 tally.allowed += 1
@@ -100,8 +100,8 @@ async def summarize_egress(client: ControlClient, session: str, follow: bool, js
                 tally.refused += 1
                 tally.reasons.add(str(entry.get("reason", "")))
             case "close":
-                tally.bytes_up += int(entry.get("bytes_up") or 0)
-                tally.bytes_down += int(entry.get("bytes_down") or 0)
+                tally.bytes_up += _number(entry, "bytes_up")
+                tally.bytes_down += _number(entry, "bytes_down")
     rows = sorted(hosts.items(), key=lambda item: (-item[1].refused, item[0]))
     if json:
         for (host, port), tally in rows:
@@ -119,6 +119,12 @@ async def summarize_egress(client: ControlClient, session: str, follow: bool, js
     show(made)
 
 
+def _number(entry: dict[str, Any], name: str) -> int:
+    """Return a number of an entry. The gateway writes them; what is none, is 0."""
+    found = entry.get(name)
+    return found if isinstance(found, int) else 0
+
+
 async def show_events(client: ControlClient, session: str, follow: bool, json: bool) -> None:
     """Print what happened to a session."""
     async for event in client.follow_events(session, PATIENCE_S) if follow else client.events(session, follow=False):
@@ -128,7 +134,15 @@ async def show_events(client: ControlClient, session: str, follow: bool, json: b
         fields = msgspec.json.decode(msgspec.json.encode(event.event), type=dict[str, msgspec.Raw])
         kind = event.event.__struct_config__.tag
         detail = " ".join(f"{name}={bytes(value).decode()}" for name, value in fields.items() if name != "type")
-        print(f"{event.at} {kind} {escape_line(detail)}".rstrip())
+        print(escape_line(f"{event.at} {kind} {detail}").rstrip())
+
+
+def _bytes(data: str, encoding: Encoding) -> bytes:
+    """Return what a piece of output holds. Raises ControlUnavailableError."""
+    try:
+        return decode_data(data, encoding)
+    except ValueError as error:
+        raise ControlUnavailableError(f"the answer is not of this version of the API: {error}") from error
 
 
 async def run_command(client: ControlClient, session: str, command: RunRequest, raw: bool, json: bool) -> int:
@@ -143,7 +157,7 @@ async def run_command(client: ControlClient, session: str, command: RunRequest, 
             case RunOutput() if json:
                 as_json(line)
             case RunOutput(stream, data, encoding):
-                writers[stream].write(decode_data(data, encoding))
+                writers[stream].write(_bytes(data, encoding))
             case RunCompleted():
                 code = 124 if line.timed_out else line.exit_code
                 if json:

@@ -5,6 +5,7 @@ module reads tar headers only to count entries and to cut between two of them; n
 """
 
 import os
+import re
 from pathlib import Path
 from typing import Final
 
@@ -12,13 +13,16 @@ from control.docker.stream import Stream
 from control.docker.types import EngineError, OutLimits, OutSummary
 
 _BLOCK: Final = 512
+_match_octal: Final = re.compile(rb"[0-7]*").fullmatch
 _END: Final = bytes(2 * _BLOCK)
 # Names, link targets and extended attributes of one entry; PATH_MAX is 4 KiB, an ext4 attribute at most a block.
 _MAX_EXTENSION_BYTES: Final = 1024 * 1024
 # Entries that only describe the next one: pax (POSIX.1-2001) and GNU's long names.
 _EXTENSIONS: Final = b"xgLK"
-# Only these carry content; a size in any other header means nothing.
-_WITH_CONTENT: Final = b"0\x007"
+# What the engine writes: files, links, devices, folders, FIFOs. Of others readers do not agree whether content follows.
+_KINDS: Final = b"0123456"
+# Only files carry content; a size in any other header means nothing.
+_FILE: Final = ord("0")
 
 
 class TarCut:
@@ -73,9 +77,11 @@ class TarCut:
         kind, size = header[156], _number(header[124:136])
         if kind in _EXTENSIONS:
             return self._extension(header, kind, size)
+        if kind not in _KINDS:
+            raise EngineError("The engine's archive of /out holds an entry of an unknown kind.")
         if self._pax_size is not None:
             size = self._pax_size
-        content = _padded(size) if kind in _WITH_CONTENT else 0
+        content = _padded(size) if kind == _FILE else 0
         total = self._bytes + len(out) + len(self._extensions) + _BLOCK + content + len(_END)
         if self._entries >= self._limits.entries or total > self._limits.bytes:
             # What would come after it could only be had by reading past it: a sparse file may claim exabytes.
@@ -134,11 +140,11 @@ def _number(field: bytes) -> int:
     if field[0] & 0x80:
         # GNU: binary in the rest of the field, for what octal digits cannot say.
         return int.from_bytes(bytes([field[0] & 0x7F]) + field[1:], "big")
-    digits = field.replace(b"\0", b" ").strip()
-    try:
-        return int(digits, 8) if digits else 0
-    except ValueError as error:
-        raise EngineError("The engine's archive of /out is no tar.") from error
+    # Not int() alone, which also takes signs, underscores and "0o".
+    digits = field.strip(b"\0 ")
+    if not _match_octal(digits):
+        raise EngineError("The engine's archive of /out is no tar.")
+    return int(digits or b"0", 8)
 
 
 def _pax_size(records: bytes) -> int | None:
@@ -148,18 +154,22 @@ def _pax_size(records: bytes) -> int | None:
     try:
         while position < len(records):
             space = records.index(b" ", position)
-            length = int(records[position:space])
+            length = _decimal(records[position:space])
             if length <= space - position or position + length > len(records):
                 raise ValueError
             key, _, value = records[space + 1 : position + length - 1].partition(b"=")
             if key == b"size":
-                size = int(value)
+                size = _decimal(value)
             position += length
     except ValueError as error:
         raise EngineError("The engine's archive of /out holds a broken pax header.") from error
-    if size is not None and size < 0:
-        raise EngineError("The engine's archive of /out holds a broken pax header.")
     return size
+
+
+def _decimal(digits: bytes) -> int:
+    if not digits.isdigit():
+        raise ValueError
+    return int(digits)
 
 
 def _padded(size: int) -> int:

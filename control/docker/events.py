@@ -150,5 +150,5 @@ def _parsed(line: bytes) -> tuple[str, str, str]:
         event = json.loads(line)
         seconds, nanoseconds = divmod(int(event["timeNano"]), 1_000_000_000)
         return str(event["Action"]), str(event["Actor"]["ID"]), f"{seconds}.{nanoseconds:09d}"
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, ArithmeticError, RecursionError):
         return "", "", ""

@@ -167,7 +167,9 @@ def _last_word(report: bytes) -> str:
     for line in report.splitlines():
         try:
             message = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
+            continue
+        if not isinstance(message, dict):
             continue
         if "error" in message:
             raise EngineError(f"The engine could not take the image: {message['error']}.")

@@ -130,7 +130,7 @@ def _findings(output: str, ended: str) -> list[Finding]:
     said: dict[str, _Line] = {}
     for text in output.splitlines():
         # What comes from a sandbox is a claim; here it is our own program's, and still only text.
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(msgspec.MsgspecError, UnicodeError, RecursionError):
             line = msgspec.json.decode(text, type=_Line)
             said[line.check] = line
     findings = []

@@ -126,7 +126,7 @@ def problems(listing: str, network: NetworkSettings) -> list[str]:
             rule = entry.get("rule")
             if rule and rule["table"] == table:
                 present.setdefault((rule["family"], rule["chain"]), []).append(rule["expr"])
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return [f"the firewall cannot be read: {error!r}"]
     expected: dict[tuple[str, str], list[Any]] = {}
     for family, chain, expressions in rules(network).values():

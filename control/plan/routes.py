@@ -20,6 +20,8 @@ def problems(listing: str, network: NetworkSettings) -> list[str]:
     subnet = network.network
     try:
         routes: list[dict[str, Any]] = json.loads(listing or "[]")
+        if not isinstance(routes, list):
+            raise TypeError("no list")
         overlapping = [
             (destination, str(route.get("dev") or route.get("type") or "?"))
             for route in routes
@@ -29,7 +31,7 @@ def problems(listing: str, network: NetworkSettings) -> list[str]:
             and (destination := _destination(str(route["dst"]))) is not None
             and destination.overlaps(subnet)
         ]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         return [f"the routes of this host cannot be read: {error!r}"]
     return [
         f"the sandbox subnet {subnet} overlaps the host's route to {destination} ({device}): choose another "

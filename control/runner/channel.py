@@ -38,6 +38,7 @@ from control.runner.messages import (
     ToolResult,
     ToRunner,
     Welcome,
+    nesting,
 )
 from control.sessions.record import Record, Recorder
 
@@ -51,6 +52,9 @@ MAX_BATCH_BYTES: Final = 1024 * 1024
 MAX_RECORDED_EVENTS: Final = 100_000
 MAX_RECORDED_BYTES: Final = 64 * 1024 * 1024
 MAX_DOCUMENT_BYTES: Final = 64 * 1024
+# Readers of JSON call themselves for each level, and who reads the journal or a stream of events later has less room for
+# that than who took the message: what is kept must be readable from anywhere.
+MAX_NESTING: Final = 100
 # Connections of one runner. Each is recorded, with its end; a runner that makes more of them fills the disk, and no other.
 MAX_HELLOS: Final = 10_000
 # Output of a run that its reader has yet to take, and how long the runner is held back for a slow reader.
@@ -348,11 +352,11 @@ def _size(message: Sequenced) -> int:
 
 
 def _bounded(document: msgspec.Raw) -> msgspec.Raw:
-    """Return a document without the white space between its parts, or its size if it is too large.
+    """Return a document without the white space between its parts, or its size if it is too large or too deep.
 
     A newline there would break the journal and the API's streams of events, which have one line for an event.
     """
     size = len(bytes(document))
-    if size <= MAX_DOCUMENT_BYTES:
+    if size <= MAX_DOCUMENT_BYTES and nesting(bytes(document)) <= MAX_NESTING:
         return msgspec.Raw(msgspec.json.format(bytes(document), indent=-1))
     return msgspec.Raw(msgspec.json.encode({"truncated": True, "bytes": size}))

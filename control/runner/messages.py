@@ -10,6 +10,8 @@ All that a runner says is the word of untrusted code: bounded, strict, and never
 
 import base64
 import enum
+import itertools
+import re
 from typing import Annotated, Final
 
 import msgspec
@@ -187,6 +189,8 @@ _decoder: Final = msgspec.json.Decoder(FromRunner)
 _tags: Final = frozenset(str(kind.__struct_config__.tag) for kind in FromRunner.__args__)
 _tag_decoder: Final = msgspec.json.Decoder(_Tag)
 _encoder: Final = msgspec.json.Encoder()
+_drop_strings: Final = re.compile(rb'"(?:[^"\\]|\\.)*"').sub
+_find_brackets: Final = re.compile(rb"[\[\]{}]").findall
 
 
 def decode(frame: str | bytes) -> FromRunner:
@@ -215,6 +219,12 @@ def encode_data(data: bytes) -> tuple[str, Encoding]:
         return data.decode(), Encoding.UTF8
     except UnicodeDecodeError:
         return base64.b64encode(data).decode(), Encoding.BASE64
+
+
+def nesting(document: bytes) -> int:
+    """Return how deep the arrays and objects of a JSON document are nested."""
+    brackets = _find_brackets(_drop_strings(b"", document))
+    return max(itertools.accumulate(1 if bracket in b"[{" else -1 for bracket in brackets), default=0)
 
 
 def decode_data(data: str, encoding: Encoding) -> bytes:

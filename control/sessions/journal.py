@@ -60,7 +60,7 @@ def read(path: Path, after: int = 0, *, repair: bool = True) -> list[StoredEvent
     for line in data[:whole].splitlines():
         try:
             event = _decoder.decode(line)
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, RecursionError):
             # Not written by us; what follows cannot be trusted to continue the numbers.
             break
         if event.number > after:

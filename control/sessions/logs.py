@@ -3,6 +3,7 @@
 The index makes one merged, timestamped view of the two without keeping the text twice: 13 bytes for each piece.
 """
 
+import itertools
 import os
 import struct
 from collections.abc import Callable
@@ -13,6 +14,10 @@ from typing import Final
 from control.docker.types import LogStream
 
 _PIECE: Final = struct.Struct(">QBI")
+# The end of the year 9999, in milliseconds: the last that RFC 3339 can say.
+_MAX_AT: Final = 253_402_300_799_999
+# Pieces are as long as what is read of the engine at once.
+_MAX_PIECE_BYTES: Final = 16 * 1024 * 1024
 _STREAMS: Final = (LogStream.STDOUT, LogStream.STDERR)
 # A program that writes single bytes would make an index thirteen times its log.
 MAX_PIECES: Final = 1_000_000
@@ -128,11 +133,18 @@ class PieceReader:
                 data = file.read(count * _PIECE.size)
         except FileNotFoundError:
             return []
-        return list(_PIECE.iter_unpack(data[: len(data) // _PIECE.size * _PIECE.size]))
+        entries = _PIECE.iter_unpack(data[: len(data) // _PIECE.size * _PIECE.size])
+        # A power cut may leave blocks of anything; behind an entry that is none, offsets mean nothing.
+        return list(itertools.takewhile(_is_entry, entries))
 
     def _pass(self, number: int, length: int) -> None:
         self._offsets[_STREAMS[number]] += length
         self._read += _PIECE.size
+
+
+def _is_entry(entry: tuple[int, int, int]) -> bool:
+    at, number, length = entry
+    return at <= _MAX_AT and number < len(_STREAMS) and length <= _MAX_PIECE_BYTES
 
 
 def _write(fd: int, data: bytes) -> None:

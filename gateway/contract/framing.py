@@ -49,5 +49,5 @@ class FrameReader(Generic[Message]):
             raise FramingError("the connection ended inside a frame") from error
         try:
             return self._decoder.decode(body)
-        except msgspec.MsgspecError as error:
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise FramingError(f"not a message of contract version 1: {error}") from error

@@ -187,7 +187,7 @@ def load_registries(text: str) -> RegistryList:
     """
     try:
         document = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise RuleErrors([f"not TOML: {error}"]) from None
     problems = [f"unknown key {key!r}" for key in document if key != "registry"]
     entries = document.get("registry", [])

@@ -234,23 +234,7 @@ class Resolver:
     async def _ask(self, name: str) -> tuple[Answer, float]:
         """Return the answer and its time to live in seconds."""
         four, six = await self._ask_both(dns.name.from_text(name))
-        # One family may be missing. Where it failed instead (a timeout, SERVFAIL) the other one still serves: only
-        # addresses that were answered are judged and dialled, so nothing unjudged can be reached.
-        answers = [result for result in (six, four) if isinstance(result, tuple)]
-        addresses = tuple(address for found, _ in answers for address in found)
-        ttl = min((ttl for _, ttl in answers), default=FAILURE_TTL_S)
-        if len(addresses) > MAX_ADDRESSES:
-            return ResolveError(DenyReason.RESOLVE_FAILED, f"the name {name} has too many addresses"), ttl
-        if addresses:
-            return Resolved(addresses), ttl
-        errors = [result for result in (four, six) if isinstance(result, Exception)]
-        if any(isinstance(error, dns.resolver.NXDOMAIN) for error in errors):
-            return ResolveError(DenyReason.NAME_NOT_FOUND, f"there is no name {name}"), ttl
-        if any(isinstance(error, dns.exception.Timeout) for error in errors):
-            return _late(name), FAILURE_TTL_S
-        if errors:
-            return ResolveError(DenyReason.RESOLVE_FAILED, f"the name {name} could not be resolved"), FAILURE_TTL_S
-        return ResolveError(DenyReason.NAME_NOT_FOUND, f"the name {name} has no address"), ttl
+        return put_together(name, four, six)
 
     async def _ask_both(self, name: dns.name.Name) -> list[Found | Exception]:
         """Ask for IPv4 and IPv6 addresses at once, and return what came of each."""
@@ -287,8 +271,33 @@ def _late(name: str) -> ResolveError:
     return ResolveError(DenyReason.RESOLVE_TIMEOUT, f"the name {name} was not resolved in time")
 
 
+def put_together(name: str, four: Found | Exception, six: Found | Exception) -> tuple[Answer, float]:
+    """Return the answer that follows from what came of each family, and its time to live in seconds."""
+    # One family may be missing. Where it failed instead (a timeout, SERVFAIL) the other one still serves: only
+    # addresses that were answered are judged and dialled, so nothing unjudged can be reached.
+    answers = [result for result in (six, four) if isinstance(result, tuple)]
+    addresses = tuple(address for found, _ in answers for address in found)
+    ttl = min((ttl for _, ttl in answers), default=FAILURE_TTL_S)
+    if len(addresses) > MAX_ADDRESSES:
+        return ResolveError(DenyReason.RESOLVE_FAILED, f"the name {name} has too many addresses"), ttl
+    if addresses:
+        return Resolved(addresses), ttl
+    errors = [result for result in (four, six) if isinstance(result, Exception)]
+    if any(isinstance(error, dns.resolver.NXDOMAIN) for error in errors):
+        return ResolveError(DenyReason.NAME_NOT_FOUND, f"there is no name {name}"), ttl
+    if any(isinstance(error, dns.exception.Timeout) for error in errors):
+        return _late(name), FAILURE_TTL_S
+    if errors:
+        return ResolveError(DenyReason.RESOLVE_FAILED, f"the name {name} could not be resolved"), FAILURE_TTL_S
+    return ResolveError(DenyReason.NAME_NOT_FOUND, f"the name {name} has no address"), ttl
+
+
 async def _ask_one(resolver: dns.asyncresolver.Resolver, name: dns.name.Name, kind: dns.rdatatype.RdataType) -> Found:
-    answer = await resolver.resolve(name, kind, raise_on_no_answer=False, search=False)
+    return found_in(await resolver.resolve(name, kind, raise_on_no_answer=False, search=False))
+
+
+def found_in(answer: dns.resolver.Answer) -> Found:
+    """Return the addresses that an answer gives. Raises ValueError when they are too many."""
     if answer.rrset is None:
         return [], min(float(answer.chaining_result.minimum_ttl), 60.0)
     if len(answer.rrset) > MAX_ADDRESSES:

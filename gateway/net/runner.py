@@ -9,6 +9,7 @@ import asyncio
 import logging
 import re
 import socket
+from dataclasses import dataclass
 from typing import Final
 
 from gateway.core.credentials import parse_bearer
@@ -42,6 +43,26 @@ class _ControlRefusesError(Exception):
         self.too_many = answer.startswith(_TOO_MANY)
 
 
+@dataclass(frozen=True, slots=True)
+class Upgrade:
+    """What a head at /runner asks for. `session_id` is empty where it names none, `key` where it asks for no WebSocket."""
+
+    session_id: str
+    token: str | None
+    key: bytes
+
+
+def read_upgrade(head: Head, target: bytes) -> Upgrade:
+    """Understand a head. Raises HeadError where a header that must stand once stands twice."""
+    # Exactly as it stands in OPIFICIA_RUNNER_URL; anything else names no session.
+    named = _TARGET.fullmatch(target)
+    token = parse_bearer(head.get(b"authorization") or b"")
+    key = head.get(b"sec-websocket-key") or b""
+    upgrade = (head.get(b"upgrade") or b"").lower()
+    websocket = head.method == b"GET" and upgrade == b"websocket" and _WEBSOCKET_KEY.fullmatch(key) is not None
+    return Upgrade("" if named is None else named[1].decode("ascii"), token, key if websocket else b"")
+
+
 def upgrade_head(session_id: str, key: bytes) -> bytes:
     """Return the head that control gets: RFC 6455 §4.2.1 and the authenticated session."""
     return (
@@ -67,18 +88,12 @@ class RunnerHandoff:
         """Begin; the returned task ends when the connection is spliced or refused. Raises HeadError on a bad head."""
         if not self._services.gateway.config.runner.upstream:
             raise HeadError(404, DenyReason.NOT_FOUND, "this gateway has no control daemon to hand a runner to")
-        # Exactly as it stands in OPIFICIA_RUNNER_URL; anything else names no session.
-        named = _TARGET.fullmatch(target)
-        session_id = "" if named is None else named[1].decode("ascii")
-        token = parse_bearer(head.get(b"authorization") or b"")
-        key = head.get(b"sec-websocket-key") or b""
-        upgrade = (head.get(b"upgrade") or b"").lower()
-        websocket = head.method == b"GET" and upgrade == b"websocket" and _WEBSOCKET_KEY.fullmatch(key) is not None
-        self._task = self._services.loop.create_task(self._run(session_id, token, key, websocket, early))
+        self._task = self._services.loop.create_task(self._run(read_upgrade(head, target), early))
         return self._task
 
-    async def _run(self, session_id: str, token: str | None, key: bytes, websocket: bool, early: bytes) -> None:
+    async def _run(self, asked: Upgrade, early: bytes) -> None:
         gateway = self._services.gateway
+        session_id, token = asked.session_id, asked.token
         if token is None:
             self._refuse(401, Deny(DenyReason.CREDENTIALS_MISSING, "the session's token is needed"))
             return
@@ -89,7 +104,7 @@ class RunnerHandoff:
         if isinstance(session, Deny):
             self._refuse(401, session)
             return
-        if not websocket:
+        if not asked.key:
             self._refuse(400, Deny(DenyReason.MALFORMED_REQUEST, "/runner is a WebSocket"))
             return
         self.session = session
@@ -98,7 +113,7 @@ class RunnerHandoff:
         session.add_closer(self._revoke, resumes=True)
         try:
             async with asyncio.timeout(HANDOFF_S):
-                await self._hand_over(session, key, early)
+                await self._hand_over(session, asked.key, early)
         except asyncio.CancelledError:
             # Revoked while control was being reached.
             self._give_back()

@@ -6,7 +6,6 @@ for duplicates, no matching by inode. The kernel keeps what is queued open as lo
 """
 
 import array
-import contextlib
 import errno
 import fcntl
 import os
@@ -15,7 +14,7 @@ import socket
 from collections.abc import Mapping, Sequence
 from typing import Final
 
-from gateway.runtime.notify import notify
+from gateway.runtime.notify import notify, number_in
 
 # SCM_MAX_FD of the kernel: descriptors in one message.
 _PER_MESSAGE: Final = 253
@@ -34,8 +33,7 @@ def is_offered(environment: Mapping[str, str] = os.environ) -> bool:
 
     systemd says so by FDSTORE from version 254 on; for earlier ones the unit sets it beside FileDescriptorStoreMax=.
     """
-    maximum = environment.get("FDSTORE", "")
-    return bool(environment.get("NOTIFY_SOCKET")) and maximum.isdigit() and int(maximum) > 0
+    return bool(environment.get("NOTIFY_SOCKET")) and number_in(environment, "FDSTORE") > 0
 
 
 def store(name: str, descriptor: int, environment: Mapping[str, str] = os.environ) -> bool:
@@ -186,12 +184,14 @@ def passed(environment: Mapping[str, str] = os.environ) -> dict[str, list[int]]:
     """
     if environment.get("LISTEN_PID") != str(os.getpid()):
         return {}
-    count = environment.get("LISTEN_FDS", "")
     names = environment.get("LISTEN_FDNAMES", "").split(":")
     found: dict[str, list[int]] = {}
-    for index in range(int(count) if count.isdigit() else 0):
+    for index in range(number_in(environment, "LISTEN_FDS")):
         descriptor = 3 + index
-        with contextlib.suppress(OSError):
+        try:
             os.set_inheritable(descriptor, False)
-            found.setdefault(names[index] if index < len(names) else "unknown", []).append(descriptor)
+        except OSError:
+            # They have no gaps: what is not there is the end, whatever the number says.
+            break
+        found.setdefault(names[index] if index < len(names) else "unknown", []).append(descriptor)
     return found

@@ -35,6 +35,12 @@ def notify(state: str, environment: Mapping[str, str] = os.environ, descriptors:
     return True
 
 
+def number_in(environment: Mapping[str, str], name: str) -> int:
+    """Return the number that the manager put into a variable, 0 where it put none."""
+    text = environment.get(name, "")
+    return int(text) if text.isascii() and text.isdigit() and len(text) < 20 else 0
+
+
 def notify_reloading(environment: Mapping[str, str] = os.environ) -> bool:
     """Tell the service manager that a reload begins; `READY=1` ends it."""
     return notify(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}", environment)
@@ -52,8 +58,7 @@ def watchdog_s(environment: Mapping[str, str] = os.environ) -> float | None:
     """Return within how many seconds the service manager wants a sign of life (sd_watchdog_enabled(3)); None: never."""
     if environment.get("WATCHDOG_PID", str(os.getpid())) != str(os.getpid()):
         return None
-    microseconds = environment.get("WATCHDOG_USEC", "")
-    return int(microseconds) / 1e6 if microseconds.isdigit() and int(microseconds) else None
+    return number_in(environment, "WATCHDOG_USEC") / 1e6 or None
 
 
 async def feed_watchdog(prove: Callable[[], Awaitable[object]], environment: Mapping[str, str] = os.environ) -> None:

@@ -74,7 +74,7 @@ def parse(text: str, kind: type[Settings], source: str = "settings") -> Settings
     """Read TOML `text` as a `kind`. Raises SettingsError with every problem."""
     try:
         data = tomllib.loads(text)
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise SettingsError(source, [Problem("", None, f"is not TOML: {error}")]) from error
     reader = _Reader(_key_lines(text))
     value = reader.struct("", data, kind)

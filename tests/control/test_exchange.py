@@ -172,3 +172,16 @@ def test_addresses_are_read() -> None:
     assert Address.parse("unix:/run/x.sock") == Address(unix="/run/x.sock")
     assert Address.parse("http://[::1]:8902/") == Address(host="::1", port=8902, authority="[::1]:8902")
     assert Address.parse("https://h") == Address(host="h", port=443, tls=True, authority="h")
+
+
+@pytest.mark.parametrize("body", [b"{torn\n", b"[]\n", b'{"x":' + b"[" * 5_000 + b"\n", b"\xff\n"])
+async def test_a_line_of_a_stream_that_cannot_be_read_is_an_error_that_says_so_at_once(body: bytes) -> None:
+    async def act(other: Peer) -> None:
+        await other.reader.readuntil(b"\r\n\r\n")
+        other.writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n%b" % (len(body) + 6, b"data: " + body))
+
+    async with answering(act) as address, ControlClient(address) as client:
+        for lines in (client.events("s"), client.follow_events("s", 60), client.logs("s"), client.egress("s")):
+            with pytest.raises(ControlUnavailableError, match="not of this version"):
+                async for _ in lines:
+                    pass

@@ -2,6 +2,7 @@
 
 import contextlib
 import resource
+import struct
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -93,3 +94,20 @@ def test_output_beyond_the_limit_is_said_once(tmp_path: Path) -> None:
     logs.close()
     kept = (tmp_path / "stdout.log").read_bytes()
     assert kept == b"abcab\n[opificia: output beyond 5 bytes is not kept]\n"
+
+
+@pytest.mark.parametrize(
+    "torn", [struct.pack(">QBI", 7, 2, 1), struct.pack(">QBI", 1 << 60, 0, 1), struct.pack(">QBI", 7, 0, 1 << 31)]
+)
+def test_an_index_that_a_power_cut_spoilt_ends_before_the_spoilt_entry(tmp_path: Path, torn: bytes) -> None:
+    logs = opened(tmp_path)
+    logs.write(LogStream.STDOUT, b"kept")
+    logs.close()
+    with (tmp_path / "logs.index").open("ab") as index:
+        index.write(torn + struct.pack(">QBI", 7, 0, 4))
+    reader = PieceReader(tmp_path)
+    assert [(piece.offset, piece.length) for piece in reader.next()] == [(0, 4)]
+    assert reader.next() == []
+    reader = PieceReader(tmp_path)
+    reader.skip(5)
+    assert reader.next() == []

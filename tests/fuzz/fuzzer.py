@@ -13,7 +13,7 @@ from tests.fuzz.targets import TARGETS, Target
 CORPUS: Final = Path(__file__).with_name("corpus")
 MAX_INPUT_BYTES: Final = 4096
 
-_OURS: Final = ("/gateway/core/", "/gateway/contract/", "/gateway/net/", "/control/")
+_OURS: Final = ("/gateway/", "/control/")
 
 # Pieces that mean something to one of the parsers.
 _WORDS: Final = (
@@ -52,6 +52,30 @@ _WORDS: Final = (
         b"\x01\x00\x00\x00\x00\x00\x00\x05",
         b"\x84",
         b"\xdf\xff\xff\xff\xff",
+    ),
+    # Deeper than a reader can call itself.
+    *(b"[" * 1_500, b'{"":' * 1_100, b"\x91" * 1_500),
+    *(
+        b"\x1b]0;",
+        b"\r",
+        "\u202e".encode(),
+        "\u2028".encode(),
+        "²".encode(),
+        b"\\u001b",
+        b"\\ud800",
+        b"\xfe\xfe",
+        b"sk-sk-",
+    ),
+    *(
+        b"size=",
+        b"11 size=99\n",
+        b"SCHILY.xattr.",
+        b"-1000",
+        b"0o17",
+        b"[[registry]]\n",
+        b"Bearer ",
+        b"Basic ",
+        b"true",
     ),
     *(b"\x16\x03\x01", b"\x16\x03\x03\x00\x01", b"\x01\x00\x00", b"\x00\x00", b"\x00\x10", b"\xfe\x0d", b"\x40\x00"),
 )

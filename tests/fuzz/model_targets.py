@@ -1,5 +1,6 @@
 """Targets on the way of a model request: its head and body, the reply's head, framing and usage; and a parked record."""
 
+import contextlib
 import json
 import socket
 from collections.abc import Callable
@@ -10,8 +11,10 @@ from gateway.core.chunked import LAST_CHUNK, ChunkedError, ChunkedReader, encode
 from gateway.core.incomplete import Incomplete
 from gateway.core.model_body import BodyFacts, read_body
 from gateway.core.model_refusal import ModelRefusal
+from gateway.core.model_reply import Reply
 from gateway.core.model_request import Opening, RequestReader, RequestRules, Unacceptable
 from gateway.core.providers import SHAPES
+from gateway.core.redact import redact
 from gateway.core.usage import JsonUsage, StreamUsage, TokenUsage, UsageReader
 from gateway.net.upstream import UpstreamConnection
 from tests.fuzz.properties import check_message, pieces, settled
@@ -19,6 +22,9 @@ from tests.fuzz.properties import check_message, pieces, settled
 _RULES = RequestRules(
     names={"opificia-gateway"}, default=SHAPES["anthropic"], others={b"openai": SHAPES["openai"]}, max_head_bytes=2048
 )
+# With a beginning that comes again in it, as in what is held back.
+KEY = b"sk-sk-ant-00"
+_ROUTE = SHAPES["anthropic"].routes[b"/v1/messages"]
 _BEFORE = b"POST /model/s1/v1/messages HTTP/1.1\r\nhost: opificia-gateway\r\nx-api-key: t\r\nContent-Length: 12\r\n\r\n"
 
 
@@ -175,7 +181,79 @@ def model_reply(data: bytes) -> None:
     assert len(whole.body) <= len(whole.relayed) or whole.ended == "lost"
 
 
+class _Client(_Reply):
+    """Takes a reply as an exchange does: what `written` holds is what the sandbox gets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.written = b""
+        self._passing: Reply | None = None
+
+    def interim_reply(self, head: bytes) -> None:
+        self.written += redact(head, KEY)
+
+    def reply_started(self, status: int, head: bytes) -> Callable[[bytes], object]:
+        self.status, self.head = status, head
+        self._passing = Reply(_ROUTE, status, head, KEY, close=False)
+        return self._passing.body_reader
+
+    def relay(self, data: bytes) -> None:
+        assert self._passing is not None
+        self.relayed += data
+        self.written += data if self._passing.is_plain else self._passing.take(data)
+
+    def reply_completed(self, *, reusable: bool) -> None:
+        assert self._passing is not None
+        self.written += self._passing.end()
+        self.ended = "whole"
+
+
+def redacted_reply(data: bytes) -> None:
+    """`Reply`, `Redactor`: a key that an error or an interim reply repeats reaches nobody, however it is cut and framed."""
+    # The corpus has two bytes for the key, so that mutation meets its pieces.
+    data = data.replace(b"\xfe\xfe", KEY)
+
+    def read(parts: list[bytes]) -> _Client:
+        still: Any = _Still()
+        with socket.socket() as sock:
+            connection = UpstreamConnection(still, still, sock, over_tls=False)
+            client = _Client()
+            owner: Any = client
+            connection.start(owner)
+            for part in parts:
+                if not client.ended:
+                    connection.received(part)
+            return client
+
+    whole, cut = read([data]), read(pieces(data))
+    for client in (whole, cut):
+        head, _, body = client.written.partition(b"\r\n\r\n")
+        if not 200 <= client.status < 300:
+            assert KEY not in client.written
+            assert KEY not in _body(head, body)
+    if whole.ended == cut.ended == "whole" and data.count(b"\n") == data.count(b"\r\n"):
+        assert _final(whole) == _final(cut)
+
+
+def _final(client: _Client) -> tuple[bytes, bytes]:
+    """Return the last head that a client got, and the body without its framing."""
+    written = client.written
+    while True:
+        head, _, written = written.partition(b"\r\n\r\n")
+        if not head.startswith(b"HTTP/1.1 1"):
+            return head, _body(head, written)
+
+
+def _body(head: bytes, framed: bytes) -> bytes:
+    if b"\ntransfer-encoding:" not in head.lower():
+        return framed
+    with contextlib.suppress(ChunkedError):
+        return ChunkedReader(max_chunks=None).feed(framed)[0]
+    return framed
+
+
 MODEL_TARGETS = {
+    "redacted_reply": redacted_reply,
     "chunked": chunked,
     "model_request": model_request,
     "model_body": model_body,

@@ -189,7 +189,68 @@ def plain_exchange(data: bytes) -> None:
         _exchange(request, [data], len(request.head) + len(data) // 2)
 
 
+def plain_upload(data: bytes) -> None:
+    """`Exchange`, upwards: one request with one body goes up, however it arrives, and what follows it stays behind."""
+    data = data[:600]
+    try:
+        head = parse_head(data)
+        if isinstance(head, Incomplete):
+            return
+        request = read_request(head, None)
+    except HeadError:
+        return
+    body = data[head.size :]
+
+    def upload(parts: list[bytes], budget: int = _BUDGET) -> tuple[bytes, bytes, Ending | None]:
+        client, host, account = _End(), _End(), _Account(budget)
+        ends: tuple[Any, Any] = client, host
+        exchange = Exchange(account, request, *ends)
+        exchange.start()
+        for part in parts:
+            client.data += part
+            while exchange.step():
+                pass
+        client.ended = True
+        while exchange.step():
+            pass
+        assert account.bytes_up == len(host.written) == budget - account.bytes_left <= budget
+        if exchange.ending is not None and exchange.ending.deny is not None:
+            check_message(exchange.ending.deny.message)
+        return bytes(host.written), bytes(client.data), exchange.ending
+
+    written, left, ending = upload([body])
+    written_again, left_again, ending_again = upload(pieces(body))
+    assert ending_again == ending
+    assert (left_again, _unframed(request, written_again)) == (left, _unframed(request, written)) or ending is not None
+    sent, whole = _unframed(request, written)
+    assert whole == (ending is None)
+    if isinstance(request.framing, ContentLength):
+        assert body.startswith(sent)
+        assert not whole or body == sent + left
+    elif not isinstance(request.framing, Chunked):
+        assert left == body
+    elif whole:
+        theirs = ChunkedReader(max_chunks=None).feed(body)
+        assert (sent, left) == (theirs[0], body[theirs[1] :])
+    upload([body], len(request.head) + len(body) // 2)
+
+
+def _unframed(request: PlainRequest, written: bytes) -> tuple[bytes, bool]:
+    """Read what went up as the host would: the body, and whether it is whole. Not a byte follows it."""
+    assert written.startswith(request.head)
+    body = written[len(request.head) :]
+    if isinstance(request.framing, Chunked):
+        reader = ChunkedReader(max_chunks=None)
+        found, size = reader.feed(body)
+        assert size == len(body)
+        return found, reader.done
+    length = request.framing.length if isinstance(request.framing, ContentLength) else 0
+    assert len(body) <= length
+    return body, len(body) == length
+
+
 PLAIN_TARGETS = {
+    "plain_upload": plain_upload,
     "plain_request": plain_request,
     "plain_response": plain_response,
     "plain_exchange": plain_exchange,

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from typing import Any
 
 from gateway.core.incomplete import Incomplete
+from gateway.runtime.log import one_line
 
 
 def settled(parse: Callable[[bytes], Any], data: bytes, result: object) -> None:
@@ -23,11 +24,21 @@ def check_message(message: str) -> None:
     assert message.isprintable()
 
 
-def pieces(data: bytes) -> list[bytes]:
-    """Cut `data` into pieces of odd sizes that depend on it alone."""
+def pieces(data: bytes, most: int = 7) -> list[bytes]:
+    """Cut `data` into pieces of odd sizes, up to `most`, that depend on it alone."""
     cut, position = [], 0
     while position < len(data):
-        size = 1 + data[position] % 7
+        size = 1 + data[position] % most
         cut.append(data[position : position + size])
         position += size
     return cut
+
+
+def check_bounded(message: str, data: bytes) -> None:
+    """Check that an error has a message that steers no terminal, and that is not much longer than what it is about."""
+    assert message
+    # As the daemons log it.
+    shown = one_line(message)
+    assert shown.isprintable(), message
+    # Of one byte an escape makes up to six characters.
+    assert len(shown) <= 500 + 6 * len(data)

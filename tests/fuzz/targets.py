@@ -7,7 +7,11 @@ from gateway.core.authority import AuthorityError, parse_absolute_http, parse_au
 from gateway.core.clienthello import ClientHello, HelloError, parse_client_hello
 from gateway.core.head import MAX_HEADERS, Head, HeadError, body_framing, parse_head
 from gateway.core.proxy_header import MAX_PROXY_HEADER_BYTES, ProxyHeader, ProxyHeaderError, parse_proxy_header
+from tests.fuzz.client_targets import CLIENT_TARGETS
 from tests.fuzz.control_targets import CONTROL_TARGETS
+from tests.fuzz.docker_targets import DOCKER_TARGETS
+from tests.fuzz.handover_targets import HANDOVER_TARGETS
+from tests.fuzz.identity_targets import IDENTITY_TARGETS
 from tests.fuzz.model_targets import MODEL_TARGETS
 from tests.fuzz.plain_targets import PLAIN_TARGETS
 from tests.fuzz.properties import check_message, settled
@@ -105,5 +109,9 @@ TARGETS: Final[dict[str, Target]] = {
     "client_hello": client_hello,
     **MODEL_TARGETS,
     **PLAIN_TARGETS,
+    **IDENTITY_TARGETS,
+    **HANDOVER_TARGETS,
     **CONTROL_TARGETS,
+    **DOCKER_TARGETS,
+    **CLIENT_TARGETS,
 }

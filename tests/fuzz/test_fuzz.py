@@ -10,8 +10,24 @@ from tests.fuzz.fuzzer import fuzz, mutate, seeds
 from tests.fuzz.targets import TARGETS
 
 RUNS = int(os.environ.get("OPIFICIA_FUZZ_RUNS", "3000"))
-# These write files: one run of theirs takes as long as so many of another.
-COSTS = {"archive": 20, "journal": 4}
+# These write files, run a loop or read by others' parsers: one run of theirs takes as long as so many of another.
+COSTS = {
+    "alignment": 4,
+    "answer": 5,
+    "archive": 20,
+    "dns_answer": 8,
+    "journal": 4,
+    "listing": 2,
+    "log_index": 8,
+    "model_key": 4,
+    "out_archive": 30,
+    "parcel": 2,
+    "redacted_reply": 3,
+    "registries": 3,
+    "shown_stream": 15,
+    "spec": 2,
+    "terminal": 2,
+}
 
 
 @pytest.mark.parametrize("name", TARGETS)

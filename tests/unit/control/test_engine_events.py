@@ -9,7 +9,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from control.docker.engine import Engine
-from control.docker.events import Events
+from control.docker.events import Events, _parsed
 from tests.support.listener import StreamServer
 from tests.support.patience import PATIENCE_S
 
@@ -122,3 +122,8 @@ async def asked(source: EventSource, events: Events, answer: bytes) -> bool | No
         stream.write(answer)
         stream.close()
         return await asking
+
+
+@pytest.mark.parametrize("number", [b"1e999", b"-1e999", b"NaN", b'"x"', b"null", b"[]"])
+def test_an_event_whose_time_is_no_number_is_none(number: bytes) -> None:
+    assert _parsed(b'{"Action":"die","Actor":{"ID":"c"},"timeNano":%b}' % number) == ("", "", "")

@@ -204,3 +204,31 @@ def test_a_process_without_a_descriptor_left_finds_the_engine_unavailable_and_no
                 Stream(path, "GET", "/version", {}, head_timeout_s=1)
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+@pytest.mark.parametrize("size", [b"-0000001000\0", b"0o000000777\0", b"000000_1000\0", b"+0000001000\0"])
+def test_a_tar_header_whose_size_is_no_octal_number_is_refused(size: bytes) -> None:
+    # int() takes all of them, and of a negative size the content would never end.
+    with pytest.raises(EngineError, match="no tar"):
+        TarCut(UNLIMITED).feed(tar_header(size, b"0"))
+
+
+@pytest.mark.parametrize("kind", [b"\0", b"7", b"S", b"Z"])
+def test_a_tar_entry_of_a_kind_that_readers_take_for_different_things_is_refused(kind: bytes) -> None:
+    with pytest.raises(EngineError, match="unknown kind"):
+        TarCut(UNLIMITED).feed(tar_header(b"00000001000\0", kind))
+
+
+@pytest.mark.parametrize("record", [b"12 size=+5\n", b"13 size=1_0\n", b"+9 size=5\n", b"1_0 size=5\n"])
+def test_a_pax_record_with_an_odd_number_is_refused(record: bytes) -> None:
+    header = tar_header(b"%011o\0" % len(record), b"x")
+    with pytest.raises(EngineError, match="pax"):
+        TarCut(UNLIMITED).feed(header + record.ljust(512, b"\0"))
+
+
+def tar_header(size: bytes, kind: bytes) -> bytes:
+    header = bytearray(tarfile.TarInfo("name").tobuf(tarfile.USTAR_FORMAT))
+    header[124:136], header[156:157] = size, kind
+    header[148:156] = b" " * 8
+    header[148:156] = b"%06o\0 " % sum(header)
+    return bytes(header)

@@ -243,3 +243,12 @@ def test_an_unreachable_route_counts_although_it_has_no_device() -> None:
 
 def test_routes_that_cannot_be_read_are_a_problem() -> None:
     assert routes.problems('[{"dev": "eth0"}]', NETWORK) != []
+
+
+@pytest.mark.parametrize(
+    "listing", ["3", "{}", '{"nftables":3}', '{"nftables":{"chain":1}}', '{"nftables":["chain"]}', "[1]"]
+)
+def test_a_listing_that_is_none_is_a_problem_and_no_fault_of_ours(listing: str) -> None:
+    network = NetworkSettings()
+    assert firewall.problems(listing, network)
+    assert routes.problems(listing, network)

@@ -67,3 +67,8 @@ def test_an_error_among_the_engines_lines_is_raised() -> None:
 
 def test_the_last_word_of_the_engine_is_told() -> None:
     assert _last_word(b'{"status":"one"}\nnot json\n{"stream":"Loaded image: x\\n"}\n') == "Loaded image: x"
+
+
+@pytest.mark.parametrize("line", [b"3", b"null", b"[1]", b'"error"', b"\xff"])
+def test_a_word_of_the_engine_that_is_no_object_is_passed_over(line: bytes) -> None:
+    assert _last_word(b'{"status":"Loaded"}\n' + line) == "Loaded"

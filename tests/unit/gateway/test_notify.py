@@ -1,6 +1,7 @@
 """What the daemons tell the service manager."""
 
 import asyncio
+import os
 import socket
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 
 from gateway.net.poller import Poller
 from gateway.net.progress import Progress
+from gateway.runtime import fdstore
 from gateway.runtime.notify import feed_watchdog, notify, notify_reloading, watchdog_s
 from tests.support.patience import PATIENCE_S
 
@@ -82,3 +84,11 @@ async def test_progress_is_proved_through_the_poller_and_not_without_it() -> Non
         await asyncio.wait_for(progress.prove(), 0.1)
     progress.close()
     poller.close()
+
+
+@pytest.mark.parametrize("number", ["²", "٣", "-1", "1_0", " 1", "", "9" * 5_000])
+def test_a_number_of_the_manager_that_is_none_is_as_good_as_none(number: str) -> None:
+    # int() raises for some of them, although str.isdigit() takes them for numbers, and a daemon would not start.
+    assert watchdog_s({"WATCHDOG_USEC": number}) is None
+    assert not fdstore.is_offered({"NOTIFY_SOCKET": "/run/notify", "FDSTORE": number})
+    assert fdstore.passed({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": number}) == {}
