@@ -17,6 +17,8 @@ MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 MAX_JSON_BYTES: Final = 8 * 1024 * 1024
 MAX_MODEL_CHARS: Final = 128
 _MARK: Final = b'"usage"'
+_LINE_ENDS: Final = (b"\n", b"\r\n")
+_BLANK_LINES: Final = (b"\n\n", b"\n\r\n")
 
 
 class _Details(msgspec.Struct):
@@ -41,6 +43,10 @@ class _Inner(msgspec.Struct):
     usage: _Counts | None = None
 
 
+class _Typed(msgspec.Struct):
+    type: str = ""
+
+
 class _Reply(msgspec.Struct):
     """A reply, or one event of a stream. Anthropic nests the first counts in `message`, OpenAI's responses in `response`."""
 
@@ -52,6 +58,7 @@ class _Reply(msgspec.Struct):
 
 _decode: Final = msgspec.json.Decoder(_Reply).decode
 _is_whole: Final = msgspec.json.Decoder(msgspec.Raw).decode
+_decode_type: Final = msgspec.json.Decoder(_Typed).decode
 
 
 class TokenUsage(msgspec.Struct):
@@ -136,19 +143,22 @@ class UsageReader(ABC):
 class StreamUsage(UsageReader):
     """Reads server-sent events line by line; a line without the word `"usage"` costs two searches and nothing more."""
 
-    __slots__ = ("_held", "_last", "_size")
+    __slots__ = ("_held", "_last", "_size", "_tail")
 
     def __init__(self) -> None:
         super().__init__()
         # The pieces of a line that has not ended yet, joined only when it has: a long line costs its length once.
         self._held: list[bytes] = []
         self._size = 0
-        self._last = b""
+        # The last lines that were more than an end of line, and the last of all.
+        self._last = self._tail = b""
 
     def feed(self, data: bytes) -> None:
         end = data.rfind(b"\n") + 1
         if end != len(data) or self._held:
             data = self._whole_lines(data, end)
+        if data:
+            self._tail = data
         if len(data) > 2:
             self._last = data
             if _MARK in data:
@@ -159,7 +169,10 @@ class StreamUsage(UsageReader):
             self.feed(b"\n")
 
     def ends_with(self, markers: tuple[bytes, ...]) -> bool:
-        return not markers or any(marker in self._last for marker in markers)
+        """The last event counts when it has its empty line, and says itself that it is one: its text may name a marker too."""
+        if self._held or not (self._tail in _LINE_ENDS or self._tail.endswith(_BLANK_LINES)):
+            return False
+        return not markers or _named_by(self._last) in markers
 
     def _whole_lines(self, data: bytes, end: int) -> bytes:
         """Hold what follows the last newline; return what precedes it, with what was held before."""
@@ -183,6 +196,16 @@ class StreamUsage(UsageReader):
         for line in data.splitlines():
             if _MARK in line and line.startswith(b"data:"):
                 self._take(line[5:])
+
+
+def _named_by(lines: bytes) -> bytes:
+    """Return what the last line of an event stream calls its event: its JSON's `type`, or the data itself."""
+    last = next((line for line in reversed(lines.splitlines()) if line), b"")
+    data = last.removeprefix(b"data:").strip() if last.startswith(b"data:") else b""
+    try:
+        return _decode_type(data).type.encode()
+    except (msgspec.MsgspecError, RecursionError):
+        return data
 
 
 class JsonUsage(UsageReader):

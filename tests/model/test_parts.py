@@ -157,6 +157,20 @@ def test_a_stream_is_counted_the_same_however_it_is_cut(places: list[int]) -> No
     assert reader.ends_with((b"message_stop",))
 
 
+@pytest.mark.parametrize(
+    "end", [b'data: {"type":"message_stop"}\n\n', b'event: message_stop\r\ndata: {"type":"message_stop"}\r\n\r\n']
+)
+def test_no_beginning_of_a_stream_is_taken_for_the_whole(end: bytes) -> None:
+    """Not when the marker of the end was read, nor when a text has it: a cut is told only by what is missing."""
+    whole = b'data: {"type":"content_block_delta","delta":{"text":"message_stop"}}\n\n' + end
+    for size in range(len(whole) + 1):
+        for step in (1, 7, size):
+            reader = StreamUsage()
+            for start in range(0, size, max(1, step)):
+                reader.feed(whole[start : min(size, start + step)])
+            assert reader.ends_with((b"message_stop",)) == (size == len(whole)), (size, step)
+
+
 @given(data=st.binary(max_size=300), places=PLACES)
 def test_random_replies_never_raise_and_never_count_below_zero(data: bytes, places: list[int]) -> None:
     for reader in (StreamUsage(), JsonUsage()):
