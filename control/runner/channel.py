@@ -156,6 +156,7 @@ class Channel:
         self._connection: Connection | None = None
         # Those whose end is not recorded yet.
         self._runs: dict[str, RunHandle] = {}
+        self._shutdown: Shutdown | None = None
         self._seq = record.life.runner_seq
         # The first event after a hello may skip numbers: acknowledged output is not recorded.
         self._resumed = True
@@ -169,7 +170,7 @@ class Channel:
         self._closed = False
 
     async def hello(self, connection: Connection, hello: Hello) -> None:
-        """Take a new connection: record it, say welcome, and send the runs that the runner has not got.
+        """Take a new connection: record it, say welcome, and send the runs that the runner has not got, or that it is to end.
 
         Raises FrameError when it is not to be taken; ConnectionError.
         """
@@ -193,6 +194,8 @@ class Channel:
         for run in list(self._runs.values()):
             if run.message.run not in hello.runs:
                 await connection.send(run.message)
+        if self._shutdown is not None:
+            await connection.send(self._shutdown)
         self.gone.clear()
         self.present.set()
 
@@ -226,8 +229,9 @@ class Channel:
         await self._send(Cancel(run, grace_ms))
 
     async def shutdown(self, exit_code: int, grace_ms: int) -> None:
-        """Let the runner end."""
-        await self._send(Shutdown(grace_ms, exit_code))
+        """Let the runner end. It is told so again on each further connection: with the present one the word may be lost."""
+        self._shutdown = Shutdown(grace_ms, exit_code)
+        await self._send(self._shutdown)
 
     async def receive(self, message: Sequenced) -> None:
         """Take an event. Raises FrameError when it is not expected."""
@@ -284,7 +288,7 @@ class Channel:
         try:
             await connection.send(message)
         except ConnectionError as error:
-            # A run is sent again when the runner is back; all else has no meaning for another connection.
+            # A run or shutdown is sent again when the runner is back; all else has no meaning for another connection.
             log.info("session %s: the runner's connection failed: %s", self.record.id, error)
             await connection.close("cannot be written to")
 

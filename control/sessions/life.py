@@ -251,7 +251,13 @@ class Life:
             code = (await handle.completed).exit_code
         await self.channel.present.wait()
         await self.channel.shutdown(code, int(SHUTDOWN_GRACE_S * 1000) // 2)
-        await asyncio.sleep(SHUTDOWN_GRACE_S)
+        left_s = SHUTDOWN_GRACE_S
+        while left_s > 0:
+            step_s = min(left_s, PRESENCE_STEP_S)
+            await asyncio.sleep(step_s)
+            # Without a gateway it may not have been told yet.
+            if self._services.link.connected:
+                left_s -= step_s
         raise EndError(Reason.SHUTDOWN_TIMEOUT, "the runner did not end when its command had")
 
     async def _time_limit(self) -> None:

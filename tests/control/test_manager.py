@@ -12,7 +12,7 @@ import pytest
 from control.db.rows import StoredEvent
 from control.docker.types import EngineError, EngineUnavailableError
 from control.plan.container import LABEL_SESSION
-from control.plan.session import EndRequested, Reason, SessionState
+from control.plan.session import EndRequested, Exit, Reason, SessionState
 from control.runner.channel import NotAllowedError, RunFailedError
 from control.runner.messages import Completed, Run
 from control.sessions import journal, launch, life, manager, strays, usage
@@ -262,6 +262,31 @@ async def test_a_runner_that_will_not_end_is_ended(host: Host, monkeypatch: pyte
     session = await host.launch("true", image="stuck", env={"LIB": str(Path.cwd())})
     ended = await host.ended(session)
     assert (ended.life.state, ended.life.reason) == (S.FAILED, Reason.SHUTDOWN_TIMEOUT)
+    await nothing_left(host, session)
+
+
+async def test_a_runner_whose_connection_is_lost_with_the_word_to_end_is_told_again(host: Host) -> None:
+    # Hears of the end on its first connection, as if it had not; ends with the code that it hears on the second.
+    script = (
+        "import json,os,sys; sys.path.insert(0, os.environ['LIB']); from control.runner.client import WebSocket\n"
+        "def connect(runs):\n"
+        "    line = WebSocket(os.environ['OPIFICIA_RUNNER_URL'], os.environ['OPIFICIA_RUNNER_TOKEN'])\n"
+        "    line.send(json.dumps({'type':'hello','version':1,'instance':'i','runs':runs}))\n"
+        "    return line\n"
+        "def hear(line, wanted):\n"
+        "    while (message := json.loads(line.receive()))['type'] != wanted: pass\n"
+        "    return message\n"
+        "line = connect([])\n"
+        "hear(line, 'run')\n"
+        "line.send(json.dumps({'type':'completed','seq':1,'run':'main','exit_code':5}))\n"
+        "hear(line, 'shutdown')\n"
+        "line.close()\n"
+        "sys.exit(hear(connect(['main']), 'shutdown')['exit_code'])\n"
+    )
+    host.engine.images["deaf"] = ["python3", "-c", script]
+    session = await host.launch("true", image="deaf", env={"LIB": str(Path.cwd())})
+    ended = await host.ended(session)
+    assert (ended.life.state, ended.life.reason, ended.life.exit) == (S.EXITED, Reason.EXIT_CODE, Exit(5))
     await nothing_left(host, session)
 
 
