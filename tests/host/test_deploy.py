@@ -213,6 +213,18 @@ def test_an_operator_runs_pip_in_a_sandbox_and_gets_the_results(site: Site) -> N
     }
 
 
+def test_a_user_without_rights_reaches_nothing_of_ours(site: Site) -> None:
+    folders = "/run/opificia /etc/opificia /etc/credstore /var/lib/opificia /var/log/opificia"
+    what = r"\( -type f -readable -o -type s -writable -o -type d -writable \)"
+    find = f"find {folders} {what} -print 2>/dev/null || :"
+    # How the gateway is set, without a secret: whoever may use the door can find it out.
+    assert site.machine.run("runuser", "--user=nobody", "--", "sh", "-c", find) == "/etc/opificia/gateway.toml"
+    # The same look with rights finds what there is.
+    found = site.machine.run("sh", "-c", find).split()
+    assert {"/run/opificia/api/control.sock", "/run/opificia/door/sandbox.sock"} <= set(found)
+    assert "/etc/credstore/opificia-model-api-key" in found
+
+
 def test_every_way_of_a_packet_is_open_without_its_rule_and_closed_by_it(site: Site) -> None:
     looker = site.start_session("looker", "sleep", "600")
     sibling = site.start_session("sibling", "python3", "-c", SERVE)
