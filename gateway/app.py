@@ -181,10 +181,10 @@ class App:
                 ports.append(server.close)
             if record is not None:
                 take_up_sessions(self.gateway.registry, record)
-                TakingUp(services, listener, inheritance.descriptors).run(record)
-                log.info("took up %d connections of the process before", record.connections)
                 if predecessor is not None:
                     self._follow(predecessor, record)
+                TakingUp(services, listener, inheritance.descriptors).run(record)
+                log.info("took up %d connections of the process before", record.connections)
                 if config.sessions.file:
                     # What the file says now is in force, also for what was open before.
                     self.gateway.registry.replace_all(self._sessions)
@@ -262,9 +262,7 @@ class App:
         """Count what the streams that stayed in the process before still use."""
         registry = self.gateway.registry
         registry.on_cut, registry.has_cut = predecessor.cut, predecessor.has_cut
-        for parked in record.sessions:
-            if (session := registry.get(parked.grant.session)) is not None:
-                session.model.reserve_elsewhere(parked.model)
+        predecessor.begin(registry, record)
         self._following = asyncio.get_running_loop().create_task(predecessor.follow(registry))
 
     def _reload(self, services: Services) -> None:

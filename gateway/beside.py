@@ -7,7 +7,8 @@ stop, but for a process that is there already. They speak over a socket of their
     predecessor → (parcel)  nothing moves here until the answer
     successor   → Taken     the record is good, it listens, nothing is left that could fail
     predecessor → Go        the service manager knows who is the main process now; the predecessor has let go
-    predecessor → Spent     from then on: what its streams have used since the last time
+    predecessor → Spent     from then on and soon: what its streams have used, and the slots that they hold
+    successor   → Spent     the same of sessions that have something there: both pay from one budget
     successor   → Revoked   a session is over, or its grant narrower: its streams are to be cut
     predecessor → Cut       they are, and what they used was told before
     successor   → End       all of them are to be cut, and then the channel ends
@@ -22,11 +23,12 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 from gateway.channel import Channel, Cut, End, Go, Ready, Revoked, Spent, SuccessionError, Taken
 from gateway.contract.policy import Usage
+from gateway.core.parked import Parked
 from gateway.registry import Registry, Session
 from gateway.runtime import fdstore
 from gateway.runtime.notify import notify
@@ -40,6 +42,8 @@ START_S: Final = 30.0
 ANSWER_S: Final = 10.0
 # How long a predecessor may take to tell what it used last: longer than it needs, and a dead one is known at once.
 LAST_WORDS_S: Final = 5.0
+# How often each tells what changed. What one moves in that time the other does not know of: a budget may be exceeded by it.
+TELL_S: Final = 0.05
 # What the service manager said to this process and not to the next.
 _OWN: Final = ("LISTEN_PID", "LISTEN_FDS", "LISTEN_FDNAMES", "WATCHDOG_PID")
 
@@ -53,6 +57,9 @@ class Predecessor:
         self.is_there = True
         # Sessions whose streams it was told to cut, until it has said that it has.
         self._cutting: dict[str, tuple[Session, asyncio.Event]] = {}
+        # Sessions that have something there: how many bytes it knows of, and what it was told that is held here.
+        self._known: dict[Session, int] = {}
+        self._told_slots: dict[Session, int] = {}
 
     @classmethod
     def from_environment(cls) -> "Predecessor | None":
@@ -100,22 +107,32 @@ class Predecessor:
         if self.is_there:
             self._channel.post(End())
 
+    def begin(self, registry: Registry, record: Parked) -> None:
+        """Go on with what the record says that it keeps."""
+        for parked in record.sessions:
+            if (session := registry.get(parked.grant.session)) is not None:
+                session.model.reserve_elsewhere(parked.model)
+                session.hold_elsewhere(before=parked.slots_elsewhere)
+                self._known[session] = session.bytes_known
+
     async def follow(self, registry: Registry) -> None:
-        """Count what its streams use, until it ends."""
+        """Count what its streams use, and tell what is used here, until it ends."""
+        telling = asyncio.get_running_loop().create_task(self._keep_telling())
         try:
             while (message := await self._channel.read()) is not None:
                 match message:
-                    case Spent(session_id, usage):
+                    case Spent(session_id):
                         # One that was revoked meanwhile is known here only.
                         cutting = self._cutting.get(session_id)
                         session = cutting[0] if cutting is not None else registry.get(session_id)
                         if session is not None:
-                            session.spent_elsewhere(usage)
+                            self._take(session, message)
                     case Cut(session_id):
                         if (cutting := self._cutting.pop(session_id, None)) is not None:
                             cutting[1].set()
         except SuccessionError as error:
             log.error("%s", error)
+        telling.cancel()
         self.is_there = False
         self._channel.close()
         for _, is_cut in self._cutting.values():
@@ -123,7 +140,29 @@ class Predecessor:
         self._cutting.clear()
         for session in registry:
             session.model.release_elsewhere()
+            session.hold_elsewhere(before=0)
         log.info("the gateway before this one has ended")
+
+    def _take(self, session: Session, spent: Spent) -> None:
+        session.spent_before(spent.usage)
+        session.hold_elsewhere(before=spent.slots)
+        self._known[session] = self._known.get(session, 0) + spent.usage.egress_bytes
+        self._told_slots.setdefault(session, 0)
+
+    async def _keep_telling(self) -> None:
+        while True:
+            if not self._channel.is_behind:
+                self.tell()
+            await asyncio.sleep(TELL_S)
+
+    def tell(self) -> None:
+        """Tell it what was used here since the last time, of sessions that it has something of."""
+        for session, told in self._told_slots.items():
+            size, slots = session.bytes_known - self._known[session], session.slots_for_before
+            if size or slots != told:
+                self._known[session] += size
+                self._told_slots[session] = slots
+                self._channel.post(Spent(session.id, Usage(egress_bytes_down=size), slots))
 
 
 class Successor:
@@ -132,7 +171,8 @@ class Successor:
     def __init__(self, channel: Channel, pid: int) -> None:
         self._channel = channel
         self._pid = pid
-        self._told: dict[str, Usage] = {}
+        # What it knows of each session, and how many slots.
+        self._told: dict[Session, tuple[Usage, int]] = {}
         # Whether it has told this process to end.
         self.wants_end = False
 
@@ -186,29 +226,30 @@ class Successor:
         with contextlib.suppress(SuccessionError):
             self._channel.send(Go())
 
-    def begin(self, registry: Registry) -> None:
+    def begin(self, sessions: Iterable[Session]) -> None:
         """Take what was used so far as told."""
-        self._told = {session.id: session.usage() for session in registry}
+        # Of one that has something open here it hears in any case: then it tells, too.
+        self._told = {session: (session.usage(), -1 if session.open_count else 0) for session in sessions}
 
     @property
     def has_heard(self) -> bool:
         """Whether it was sent all that it was told."""
         return not self._channel.is_behind
 
-    def tell(self, registry: Registry) -> None:
-        """Tell it what was used since the last time."""
-        for session in registry:
+    def tell(self) -> None:
+        """Tell it what was used since the last time, and which slots are held."""
+        for session in self._told:
             self._tell_of(session)
 
     def _tell_of(self, session: Session) -> None:
-        usage = session.usage()
-        more = usage.minus(self._told.get(session.id, Usage()))
-        if more != Usage():
-            self._told[session.id] = usage
-            self._channel.post(Spent(session.id, more))
+        told, told_slots = self._told[session]
+        usage, slots = session.usage(), session.slots_for_after
+        if usage != told or slots != told_slots:
+            self._told[session] = (usage, slots)
+            self._channel.post(Spent(session.id, usage.minus(told), slots))
 
     async def follow(self, registry: Registry) -> None:
-        """Cut what is granted no more, until it ends."""
+        """Cut what is granted no more, and take from the budgets what is used there, until it ends."""
         cutting: set[asyncio.Task[None]] = set()
         try:
             while (message := await self._channel.read()) is not None:
@@ -218,6 +259,9 @@ class Successor:
                         task = asyncio.get_running_loop().create_task(self._answer_cut(registry, session_id))
                         cutting.add(task)
                         task.add_done_callback(cutting.discard)
+                    case Spent(session_id, usage, slots) if (session := registry.get(session_id)) is not None:
+                        session.spent_after(usage.egress_bytes)
+                        session.hold_elsewhere(after=slots)
                     case End():
                         self.wants_end = True
         except SuccessionError as error:

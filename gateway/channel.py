@@ -30,10 +30,14 @@ class Go(msgspec.Struct, frozen=True, tag="go"):
 
 
 class Spent(msgspec.Struct, frozen=True, tag="spent"):
-    """What a session has used in the predecessor since the last such message."""
+    """What a session has used in the process that says it, since the last time, and how many slots it holds there now.
+
+    From the successor only the bytes are told: the other needs no more, and counts nothing of it as its own.
+    """
 
     session: str
     usage: Usage
+    slots: int = 0
 
 
 class Revoked(msgspec.Struct, frozen=True, tag="revoked"):

@@ -6,7 +6,7 @@ import socket
 from collections.abc import Callable, Mapping
 from typing import Final
 
-from gateway.beside import ANSWER_S, LAST_WORDS_S, START_S, Predecessor, Successor
+from gateway.beside import ANSWER_S, LAST_WORDS_S, START_S, TELL_S, Predecessor, Successor
 from gateway.channel import SuccessionError
 from gateway.core.parked import encode_parked
 from gateway.net.listener import Listener
@@ -20,9 +20,8 @@ from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.ending")
 
-# How often draining looks whether all has ended, and tells a successor what was used.
+# How often draining looks whether all has ended.
 _POLL_S: Final = 0.05
-_TELL_S: Final = 1.0
 # What an end or a reload may take beside its waits: last words, the manager's answer (fdstore.barrier), a busy machine.
 _MARGIN_S: Final = 20.0
 
@@ -84,10 +83,19 @@ class Ending:
             log.error("reload: %s; this gateway goes on", error)
             notify("READY=1")
             return None
-        self._parking.let_go()
+        self._let_go()
         log.info("the next process has %d connections; this one ends with its last stream", record.connections)
         successor.begin(self._gateway.registry)
         return successor
+
+    def _let_go(self) -> None:
+        """Let go of what has moved, but for its slots: nobody here may have them."""
+        held = {session: session.slots.held for session in self._gateway.registry}
+        for session, slots in held.items():
+            session.hold_elsewhere(after=slots)
+        self._parking.let_go()
+        for session, slots in held.items():
+            session.hold_elsewhere(after=slots - session.slots.held)
 
     async def drain_for(self, successor: Successor, predecessor: Predecessor | None) -> None:
         """Keep what could not move until it has ended; at most as long as a stream may last, or until told to stop.
@@ -102,16 +110,14 @@ class Ending:
         self._services.end_relays(keep=False)
         end = loop.time() + self._gateway.config.limits.model_total_timeout_ms / 1000
         is_told = False
-        telling = loop.time()
         why = ""
         while not why and not (self._is_nothing() and not _streams(predecessor)):
             if self._stopping.is_set() and not is_told:
                 is_told = True
                 end = min(end, loop.time() + self._drain_s)
-            if loop.time() >= telling and successor.has_heard:
-                successor.tell(registry)
-                telling = loop.time() + _TELL_S
-            await asyncio.sleep(_POLL_S)
+            if successor.has_heard:
+                successor.tell()
+            await asyncio.sleep(TELL_S)
             if successor.wants_end:
                 why = "the gateway that took over is ending"
             elif following.done():
@@ -123,7 +129,7 @@ class Ending:
         await self._services.handover.close()
         await self._gateway.model.close()
         await self._end(predecessor)
-        successor.tell(registry)
+        successor.tell()
         await self._until(lambda: successor.has_heard, loop.time() + ANSWER_S)
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)

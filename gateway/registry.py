@@ -39,8 +39,9 @@ class Session:
     """One live session: its grant, its counts, and what is open in its name."""
 
     __slots__ = (
-        "_closers", "_resuming", "_token_hash", "address", "bytes_down", "bytes_left", "bytes_up", "egress_allowed",
-        "egress_refused", "grant", "id", "model", "pipes", "policy", "reported", "slots",
+        "_bytes_after", "_closers", "_resuming", "_slots_after", "_slots_before", "_token_hash", "address", "bytes_down",
+        "bytes_left", "bytes_up", "egress_allowed", "egress_refused", "grant", "id", "model", "pipes", "policy", "reported",
+        "slots",
     )  # fmt: skip
 
     def __init__(self, grant: Grant, policy: Policy, max_waiters: int) -> None:
@@ -50,6 +51,8 @@ class Session:
         self.egress_allowed = 0
         self.egress_refused = 0
         self.pipes = 0
+        # What this process knows of the ones before and after it, while they live at the same time.
+        self._bytes_after = self._slots_before = self._slots_after = 0
         self.reported: Usage | None = None
         self._closers: set[Callable[[CloseReason], None]] = set()
         self._resuming: set[Callable[[CloseReason], None]] = set()
@@ -64,7 +67,7 @@ class Session:
         self._token_hash = bytes.fromhex(grant.token_sha256)
         # Bytes that may still pass, both directions together; the splicer counts it down and stops at 0.
         budget = grant.egress_budget.bytes
-        used = grant.used.egress_bytes_up + grant.used.egress_bytes_down + self.bytes_up + self.bytes_down
+        used = grant.used.egress_bytes_up + grant.used.egress_bytes_down + self.bytes_known
         self.bytes_left = max(0, budget - used) if budget else UNLIMITED
 
     def replace(self, grant: Grant, policy: Policy) -> bool:
@@ -85,14 +88,15 @@ class Session:
         """Tell in constant time whether this is the SHA-256 of the session's token."""
         return hmac.compare_digest(token_hash, self._token_hash)
 
-    def parked(self) -> ParkedSession:
-        """Return what the next process must know."""
+    def parked(self, moving_slots: int) -> ParkedSession:
+        """Return what the next process must know, when so many of the slots that are held here go over to it."""
         return ParkedSession(
             self.grant,
             bytes_up=self.bytes_up,
             bytes_down=self.bytes_down,
             egress_allowed=self.egress_allowed,
             egress_refused=self.egress_refused,
+            slots_elsewhere=self.slots.held - moving_slots + self._slots_before,
             model=self.model.parked(),
         )
 
@@ -105,7 +109,7 @@ class Session:
         self.model.take_up(parked.model)
         self._take(self.grant, self.policy)
 
-    def spent_elsewhere(self, usage: Usage) -> None:
+    def spent_before(self, usage: Usage) -> None:
         """Count what was used in the session's name in the process before."""
         self.bytes_up += usage.egress_bytes_up
         self.bytes_down += usage.egress_bytes_down
@@ -113,6 +117,32 @@ class Session:
         self.egress_allowed += usage.egress_allowed
         self.egress_refused += usage.egress_refused
         self.model.spent_elsewhere(usage)
+
+    def spent_after(self, size: int) -> None:
+        """Take bytes from the budget that were moved in the process after, which counts them."""
+        self._bytes_after += size
+        self.bytes_left -= size
+
+    @property
+    def bytes_known(self) -> int:
+        """How many bytes were moved in this epoch, in whatever process, as far as this one knows."""
+        return self.bytes_up + self.bytes_down + self._bytes_after
+
+    def hold_elsewhere(self, *, before: int | None = None, after: int | None = None) -> None:
+        """Take as many slots as held by the processes before, or after, this one."""
+        self._slots_before = self._slots_before if before is None else before
+        self._slots_after = self._slots_after if after is None else after
+        self.slots.elsewhere = self._slots_before + self._slots_after
+
+    @property
+    def slots_for_after(self) -> int:
+        """What the process after must take as held elsewhere."""
+        return self.slots.held + self._slots_before
+
+    @property
+    def slots_for_before(self) -> int:
+        """What the process before must take as held elsewhere."""
+        return self.slots.held + self._slots_after
 
     def add_closer(self, closer: Callable[[CloseReason], None], *, resumes: bool = False) -> None:
         """Have `closer` called once when the session is revoked. `resumes`: its client comes back and loses nothing."""
@@ -144,12 +174,19 @@ class Session:
 
     def usage(self) -> Usage:
         """Return what was used in this epoch."""
+        # Asked of every session many times a second while two processes share them.
+        model = self.model.usage()
         return Usage(
-            egress_bytes_up=self.bytes_up,
-            egress_bytes_down=self.bytes_down,
-            egress_allowed=self.egress_allowed,
-            egress_refused=self.egress_refused,
-        ).plus(self.model.usage())
+            self.bytes_up,
+            self.bytes_down,
+            self.egress_allowed,
+            self.egress_refused,
+            model.model_requests,
+            model.input_tokens,
+            model.output_tokens,
+            model.cache_read_tokens,
+            model.cache_write_tokens,
+        )
 
 
 class Registry:

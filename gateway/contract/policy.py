@@ -58,6 +58,11 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     cache_read_tokens: int = 0
     cache_write_tokens: int = 0
 
+    @property
+    def egress_bytes(self) -> int:
+        """Bytes in both directions, as a budget counts them."""
+        return self.egress_bytes_up + self.egress_bytes_down
+
     def plus(self, other: "Usage") -> "Usage":
         """Add two usages field by field."""
         return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))

@@ -13,12 +13,13 @@ class Slots:
     `release`, once. Who waits and no longer wants a slot says so by `cancel`.
     """
 
-    __slots__ = ("_capacity", "_granting", "_held", "_max_waiters", "_waiters")
+    __slots__ = ("_capacity", "_elsewhere", "_granting", "_held", "_max_waiters", "_waiters")
 
     def __init__(self, capacity: int, max_waiters: int) -> None:
         self._capacity = capacity
         self._max_waiters = max_waiters
         self._held = 0
+        self._elsewhere = 0
         self._waiters: OrderedDict[Waiter, None] = OrderedDict()
         self._granting = False
 
@@ -29,8 +30,18 @@ class Slots:
 
     @property
     def held(self) -> int:
-        """How many slots are held; above `capacity` only after `resize` made it smaller."""
+        """How many slots are held here; above `capacity` only after `resize` made it smaller."""
         return self._held
+
+    @property
+    def elsewhere(self) -> int:
+        """How many of them are held in other processes."""
+        return self._elsewhere
+
+    @elsewhere.setter
+    def elsewhere(self, number: int) -> None:
+        self._elsewhere = number
+        self._grant()
 
     @property
     def waiting(self) -> int:
@@ -80,7 +91,7 @@ class Slots:
 
     def _has_free(self) -> bool:
         # While others wait nobody passes them, not even in the moment between a release and their turn.
-        return self._held < self._capacity and not self._waiters
+        return self._held + self._elsewhere < self._capacity and not self._waiters
 
     def _grant(self) -> None:
         # A waiter may release or acquire in its call. It finds this loop running and leaves the granting to
@@ -90,7 +101,7 @@ class Slots:
             return
         self._granting = True
         try:
-            while self._waiters and self._held < self._capacity:
+            while self._waiters and self._held + self._elsewhere < self._capacity:
                 waiter, _ = self._waiters.popitem(last=False)
                 self._held += 1
                 waiter()

@@ -161,13 +161,17 @@ class ParkedModel(_Strict, frozen=True):
 
 
 class ParkedSession(_Strict, frozen=True):
-    """A session's grant and what it has used in this epoch."""
+    """A session's grant and what it has used in this epoch.
+
+    `slots_elsewhere` are connection slots that stay held in the process before, and before that, while it lives.
+    """
 
     grant: Grant
     bytes_up: Count = 0
     bytes_down: Count = 0
     egress_allowed: Count = 0
     egress_refused: Count = 0
+    slots_elsewhere: Count = 0
     model: ParkedModel = ParkedModel()
 
 

@@ -5,6 +5,7 @@ not run: a byte moved after the record was made would be moved twice.
 """
 
 import socket
+from collections import Counter
 from collections.abc import Mapping
 
 from gateway.core.parked import (
@@ -45,11 +46,13 @@ class Parking:
         connects = services.connects | set(services.waits.ready)
         greetings = [each for each in connects if each.upstream is not None]
         asking = [each for each in connects if each.upstream is None]
+        moving_slots = Counter(each.session.id for each in services.tunnels)
+        moving_slots.update(each.session.id for each in connects if each.has_slot and each.session is not None)
         record = Parked(
             epoch=self._epoch,
             listeners={name: self._place(sock) for name, sock in listeners.items()},
             passed={name: self._place(sock) for name, sock in passed.items()},
-            sessions=tuple(session.parked() for session in services.gateway.registry),
+            sessions=tuple(session.parked(moving_slots[session.id]) for session in services.gateway.registry),
             tunnels=tuple(self._tunnel(each) for each in services.tunnels),
             greetings=tuple(self._greeting(each) for each in sorted(greetings, key=lambda each: each.left_s or 0)),
             # In the order of their turns: those that have a slot, then those that wait for one.

@@ -78,9 +78,7 @@ def records(draw: st.DrawFn) -> tuple[Parked, int]:
         epoch=draw(st.text(max_size=20)),
         listeners={name: places.next() for name in draw(st.sets(st.sampled_from(["sandbox", "metrics", "contract"])))},
         passed={name: places.next() for name in draw(st.sets(st.sampled_from(["sandbox", "contract"])))},
-        sessions=tuple(
-            draw(st.lists(st.builds(ParkedSession, grants, COUNTS, COUNTS, COUNTS, COUNTS, models), max_size=3))
-        ),
+        sessions=tuple(draw(st.lists(st.builds(ParkedSession, grants, *[COUNTS] * 5, models), max_size=3))),
         tunnels=many(
             lambda: ParkedTunnel(draw(IDS), draw(AUTHORITIES), "::1", draw(TIMES), draw(st.integers(0, 8)), pair())
         ),

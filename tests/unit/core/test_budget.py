@@ -174,3 +174,20 @@ def test_who_asks_during_a_turn_waits_behind_the_queue() -> None:
     assert line.served == ["first", "second"]
     slots.release()
     assert line.served == ["first", "second", "late"]
+
+
+def test_slots_that_are_held_elsewhere_are_not_there() -> None:
+    line = Line()
+    slots = Slots(3, max_waiters=8)
+    slots.elsewhere = 2
+    assert slots.acquire(line.waiter("a"))
+    assert not slots.acquire(line.waiter("b"))
+    assert not slots.acquire(line.waiter("c"))
+    slots.elsewhere = 1
+    assert (line.served, slots.held, slots.elsewhere) == (["b"], 2, 1)
+    slots.release()
+    slots.elsewhere = 3
+    slots.release()
+    assert line.served == ["b", "c"]
+    slots.elsewhere = 0
+    assert (slots.held, slots.waiting) == (1, 0)

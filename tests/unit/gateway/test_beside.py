@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 
@@ -10,9 +10,11 @@ from gateway.beside import Predecessor, Successor
 from gateway.channel import Channel, Cut, End, Revoked, Spent
 from gateway.contract.ids import token_sha256
 from gateway.contract.policy import Grant, Usage
+from gateway.core.parked import Parked
 from gateway.core.rules import RegistryList
 from gateway.core.verdict import CloseReason
-from gateway.registry import Registry
+from gateway.registry import Registry, Session
+from tests.support.patience import PATIENCE_S
 
 # More than the socket between them holds.
 MANY = 1000
@@ -49,7 +51,7 @@ async def test_a_next_process_hears_what_a_thousand_sessions_have_used(ends: tup
     successor.begin(registry)
     for session in registry:
         session.bytes_up = 7
-    successor.tell(registry)
+    successor.tell()
     assert not successor.has_heard
     heard = [await far.read() for _ in range(MANY)]
     assert {each.session for each in heard if isinstance(each, Spent)} == {f"s{n}" for n in range(MANY)}
@@ -64,7 +66,7 @@ async def test_a_process_that_has_ended_keeps_nobody_waiting(ends: tuple[Channel
     registry = registry_of(1)
     successor.begin(registry)
     next(iter(registry)).bytes_up = 7
-    successor.tell(registry)
+    successor.tell()
     assert successor.has_heard
 
 
@@ -116,6 +118,46 @@ async def test_a_process_before_that_ends_instead_of_answering_keeps_nobody_wait
     await asyncio.sleep(0)
     far.close()
     await asyncio.gather(cutting, following)
+
+
+async def test_each_process_takes_from_the_budget_and_the_slots_what_the_other_uses_and_counts_it_once(
+    ends: tuple[Channel, Channel],
+) -> None:
+    before, after = registry_of(2), registry_of(2)
+    old, new = before.get("s0"), after.get("s0")
+    assert old is not None
+    assert new is not None
+    successor, predecessor = Successor(ends[0], pid=0), Predecessor(ends[1])
+    old.slots.hold()
+    successor.begin([old])
+    predecessor.begin(after, Parked(epoch="e", sessions=tuple(each.parked(0) for each in before)))
+    assert new.slots.elsewhere == 1
+    left = new.bytes_left
+    following = [asyncio.ensure_future(successor.follow(before)), asyncio.ensure_future(predecessor.follow(after))]
+
+    def uses(session: Session, size: int) -> None:
+        session.bytes_up += size
+        session.bytes_left -= size
+
+    for number in range(1, 4):
+        uses(old, 7)
+        successor.tell()
+        uses(new, 100)
+        new.slots.hold()
+        await _both(lambda n=number: (old.bytes_left, new.bytes_left) == (left - 107 * n,) * 2)  # type: ignore[misc]
+        assert (old.slots.elsewhere, new.slots.elsewhere) == (number, 1)
+    assert (old.usage(), new.usage()) == (Usage(egress_bytes_up=21), Usage(egress_bytes_up=321))
+    following[0].cancel()
+    await asyncio.gather(following[0], return_exceptions=True)
+    successor.close()
+    await following[1]
+    assert new.slots.elsewhere == 0
+
+
+async def _both(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(PATIENCE_S):
+        while not condition():
+            await asyncio.sleep(0.01)
 
 
 async def test_a_process_before_tells_what_a_session_used_before_it_says_that_it_has_cut_it(
