@@ -4,6 +4,7 @@ Accepting is raw: a CONNECT stays a raw socket from end to end, because a socket
 """
 
 import asyncio
+import collections
 import contextlib
 import errno
 import logging
@@ -59,6 +60,7 @@ class Listener:
         self._open: set[Arrival] = set()
         # Whole heads that the next process shall answer, because what they ask for cannot move once it has begun.
         self._kept: set[Arrival] = set()
+        self._kept_sources: collections.Counter[object] = collections.Counter()
         self._is_leaving = False
         self._sources: dict[object, int] = {}
         self._head_s = config.limits.head_timeout_ms / 1000
@@ -139,6 +141,10 @@ class Listener:
         # Behind the forwarder all come from one address; there the PROXY header says it.
         return address[0] if isinstance(address, tuple) and not self.proxy_protocol else None
 
+    def source_again(self, arrival: Arrival) -> object:
+        """Return whose share a connection is that was not counted for a while. Raises OSError if its client has left."""
+        return arrival.caller or self.source_of(arrival.sock.getpeername())
+
     def _pause(self) -> None:
         self.stop()
         self._resume = self.loop.call_later(PAUSE_S, self.start)
@@ -210,8 +216,7 @@ class Listener:
         if head.method == b"CONNECT":
             Connect(self.services, arrival, data[head.size :], key).start(head)
             return
-        if self._is_leaving:
-            self._keep(arrival)
+        if self._is_leaving and self._keep(arrival):
             return
         target = head.target
         if target[:7].lower() == b"http://":
@@ -240,10 +245,18 @@ class Listener:
         else:
             arrival.refuse(404, DenyReason.NOT_FOUND, "there is nothing of this name at the sandbox port")
 
-    def _keep(self, arrival: Arrival) -> None:
-        """Leave a request unanswered for the next process, which reads its head again."""
+    def _keep(self, arrival: Arrival) -> bool:
+        """Leave a request unanswered for the next process, which reads its head again.
+
+        False where too many are left already, or too many of its source: it is served here, for as long as that may last.
+        """
+        try:
+            source = self.source_again(arrival)
+        except OSError:
+            return False
+        if len(self._kept) >= self._total or self._kept_sources[source] >= self._per_source:
+            return False
         arrival.release()
-        if len(self._kept) < self._total:
-            self._kept.add(arrival)
-        else:
-            arrival.drop()
+        self._kept.add(arrival)
+        self._kept_sources[source] += 1
+        return True

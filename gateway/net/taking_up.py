@@ -148,7 +148,7 @@ class TakingUp:
         arrival.proxied = parked.proxied
         arrival.buffer = parked.data
         try:
-            arrival.source = arrival.caller or self._listener.source_of(arrival.sock.getpeername())
+            arrival.source = self._listener.source_again(arrival)
         except OSError:
             # Its client has left meanwhile.
             arrival.drop()

@@ -10,13 +10,13 @@ import pytest
 from gateway.core.parked import VERSION
 from tests.model.wire import Client as ModelClient
 from tests.model.wire import Peer, scripted
-from tests.net.test_handover import restarted, until
+from tests.net.test_handover import restarted, until, was_read
 from tests.net.test_model import message
 from tests.net.test_plain import GOOD, HTTP_ADDRESS, ask, tunnel
 from tests.net.test_plain_limits import ends
 from tests.net.test_reload import reloaded
 from tests.support.code import readable_code
-from tests.support.gateway_process import GatewayProcess, gateway_process
+from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import Exchange, Origin, origin, say_hello
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import Client, proxy_v2
@@ -164,6 +164,43 @@ async def test_a_tunnel_to_port_80_that_begins_while_the_gateway_leaves_goes_on_
                 await restarting
                 assert (await client.reply()).body == b"hello"
                 assert (await client.ask(GET)).body == b"hello"
+
+
+async def test_requests_of_one_sandbox_that_wait_for_the_next_process_take_no_room_from_others_and_all_are_answered() -> (
+    None
+):
+    released = asyncio.Event()
+
+    async def answer_late(exchange: Exchange) -> None:
+        await released.wait()
+        await say_hello(exchange)
+
+    limits = {"drain_ms": 60_000, "unauthenticated_total": 8, "unauthenticated_per_source": 4}
+    with gateway_process({"limits": limits}, [{"id": "s1"}, {"id": "s2"}], stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with origin(answer_late) as slow, origin() as server, AsyncExitStack() as stack:
+            busy = await stack.enter_async_context(await gateway.client())
+            await busy.send(ask(slow))
+            await slow.until(lambda: bool(slow.heads))
+            restarting = asyncio.create_task(restarted(gateway))
+            await until(lambda: any("STOPPING=1" in message for message in manager.messages))
+            first = gateway.pid
+            crowd = []
+            for number in range(9):
+                crowd.append(await stack.enter_async_context(await gateway.client("s1")))
+                await crowd[-1].send(ask(server))
+                await until(lambda: was_read(crowd[-1]))
+                # Those that have to wait are as many as a source may have; the others are answered by the one that leaves.
+                await server.until(lambda number=number: len(server.heads) >= number - 3)  # type: ignore[misc]
+            other = await stack.enter_async_context(await gateway.client("s2"))
+            await other.send(ask(server, credentials=("s2", TOKEN)))
+            await until(lambda: was_read(other))
+            assert (gateway.pid, len(server.heads)) == (first, 5)
+            released.set()
+            await restarting
+            for client in (busy, *crowd, other):
+                assert (await client.reply()).body == b"hello"
 
 
 async def test_a_tunnel_to_port_80_whose_session_is_gone_at_the_restart_is_closed() -> None:
