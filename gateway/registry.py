@@ -201,7 +201,8 @@ class Registry:
         self._sessions: dict[str, Session] = {}
         # Whose each container address is.
         self._holders: dict[IPAddress, str] = {}
-        self._waiting: set[Callable[[], None]] = set()
+        # In the order of their coming.
+        self._waiting: dict[Callable[[], None], None] = {}
         # False from start until control's first snapshot: an unknown session may only be not known yet.
         self.ready = ready
         # Told of each session whose connections were closed here because they are granted no more.
@@ -321,13 +322,13 @@ class Registry:
 
     def _become_ready(self) -> None:
         self.ready = True
-        waiting, self._waiting = self._waiting, set()
+        waiting, self._waiting = self._waiting, {}
         for callback in waiting:
             callback()
 
     def when_ready(self, callback: Callable[[], None]) -> None:
         """Call `callback` once the first snapshot is in force."""
-        self._waiting.add(callback)
+        self._waiting[callback] = None
 
     async def wait_ready(self, session_id: str, seconds: float) -> bool:
         """Wait until it can be said whether `session_id` is known: at once, or after control's first snapshot."""
@@ -346,4 +347,4 @@ class Registry:
 
     def stop_waiting(self, callback: Callable[[], None]) -> None:
         """Forget a callback given to `when_ready`."""
-        self._waiting.discard(callback)
+        self._waiting.pop(callback, None)

@@ -19,7 +19,7 @@ from gateway.core.authority import AuthorityError, parse_authority
 
 # To be raised with every change of the structs below. A record of another version is refused: it says nothing that this
 # one could rely on.
-VERSION: Final = 2
+VERSION: Final = 3
 # A snapshot of 10,000 sessions is about 10 MB, what 10,000 tunnels hold at most 640 MB; more is no record of ours.
 MAX_BYTES: Final = 1 << 30
 
@@ -93,7 +93,7 @@ class ParkedGreeting(_Strict, frozen=True):
 class ParkedAsking(_Strict, frozen=True):
     """A CONNECT that has no connection yet; it is judged and dialled again.
 
-    `left_s` is what is left of its wait for sessions or for a slot, None when it waits for neither.
+    `left_s` is what is left of its wait: for a slot where it is `admitted`, else for the sessions; None when it waits for neither.
     """
 
     session: SessionId
@@ -101,6 +101,7 @@ class ParkedAsking(_Strict, frozen=True):
     caller: str | None
     authority: str
     started: float
+    admitted: bool
     left_s: float | None
     client: Place
     early: bytes

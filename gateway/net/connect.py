@@ -36,8 +36,8 @@ class Connect:
     """One CONNECT. Owns the client's socket from `start` on; `_finish` gives back all that it holds."""
 
     __slots__ = (
-        "_addresses", "_decision", "_dial", "_key", "_left_s", "_pending_name", "_services", "_waited", "_watching", "address",
-        "authority", "buffer", "caller", "credentials", "has_slot", "rule", "session", "sock", "started", "upstream",
+        "_addresses", "_decision", "_dial", "_key", "_pending_name", "_ready_left_s", "_services", "_slot_until", "_waited", "_watching",
+        "address", "authority", "buffer", "caller", "credentials", "has_slot", "rule", "session", "sock", "started", "upstream",
     )  # fmt: skip
 
     def __init__(self, services: Services, arrival: "Arrival", early: bytes, key: bytes) -> None:
@@ -62,8 +62,9 @@ class Connect:
         self.rule = ""
         self.has_slot = False
         self._waited = 0.0
-        # What an earlier process left of the time for the next wait.
-        self._left_s: float | None = None
+        # What an earlier process left of the time to wait for the sessions, and until when it may wait for a slot.
+        self._ready_left_s: float | None = None
+        self._slot_until: float | None = None
 
     # -- who asks, and for what
 
@@ -82,7 +83,7 @@ class Connect:
         registry = self._services.gateway.registry
         if not registry.ready and registry.get(credentials[0]) is None:
             registry.when_ready(self._authenticate)
-            self._services.waits.ready.add(self, self._left_s)
+            self._services.waits.ready.add(self, self._ready_left_s)
             self._watch()
             return
         self._authenticate()
@@ -158,7 +159,7 @@ class Connect:
             self._resolve()
             return
         self._waited = self._services.loop.time()
-        self._services.waits.slot.add(self, self._left_s)
+        self._services.waits.slot.add(self, None if self._slot_until is None else self._slot_until - self._waited)
         self._watch()
 
     def _on_slot(self) -> None:
@@ -300,10 +301,15 @@ class Connect:
         session.add_closer(self.revoke)
         self._services.connects.add(self)
 
-    def ask_again(self, authority: Authority, credentials: tuple[str, bytes], left_s: float | None) -> None:
-        """Begin anew what an earlier process had not connected yet."""
+    def ask_again(
+        self, authority: Authority, credentials: tuple[str, bytes], left_s: float | None, *, admitted: bool
+    ) -> None:
+        """Begin anew what an earlier process had not connected yet; `left_s` is of its wait for a slot if it was admitted."""
         self.authority = authority
-        self._left_s = left_s
+        if not admitted:
+            self._ready_left_s = left_s
+        elif left_s is not None:
+            self._slot_until = self._services.loop.time() + left_s
         self.introduce(credentials)
 
     def await_hello(self, left_s: float | None = None) -> None:

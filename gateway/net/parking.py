@@ -55,10 +55,7 @@ class Parking:
             sessions=tuple(session.parked(moving_slots[session.id]) for session in services.gateway.registry),
             tunnels=tuple(self._tunnel(each) for each in services.tunnels),
             greetings=tuple(self._greeting(each) for each in sorted(greetings, key=lambda each: each.left_s or 0)),
-            # In the order of their turns: those that have a slot, then those that wait for one.
-            asking=tuple(
-                self._asking(each) for each in sorted(asking, key=lambda each: (not each.has_slot, each.left_s or 0))
-            ),
+            asking=tuple(self._asking(each) for each in sorted(asking, key=_turn)),
             runners=tuple(
                 ParkedRunner(each.session.id, self._pair(each.splicer))
                 for each in services.runners
@@ -164,6 +161,7 @@ class Parking:
             str(connect.caller) if connect.caller is not None else None,
             str(connect.authority),
             connect.started,
+            connect.session is not None,
             connect.left_s,
             self._place(connect.sock),
             connect.buffer,
@@ -179,3 +177,8 @@ class Parking:
             assert flow.pipe is not None
             pipe = (self._place_descriptor(flow.pipe[0]), self._place_descriptor(flow.pipe[1]))
         return ParkedFlow(flow.count, bytes(flow.held), flow.in_pipe, pipe, flow.ended, flow.shut)
+
+
+def _turn(connect: Connect) -> tuple[bool, float, float]:
+    """Tell whose turn comes before whose: those that have a slot, then those that wait for one, the first come first."""
+    return not connect.has_slot, connect.left_s or 0, connect.started

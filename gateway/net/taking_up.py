@@ -118,7 +118,7 @@ class TakingUp:
     def _asking(self, parked: ParkedAsking) -> None:
         connect = Connect(self._services, self._seat(parked.client, parked.caller, parked.started), parked.early, b"")
         credentials = (parked.session, bytes.fromhex(parked.token_sha256))
-        connect.ask_again(_authority(parked.authority), credentials, parked.left_s)
+        connect.ask_again(_authority(parked.authority), credentials, parked.left_s, admitted=parked.admitted)
 
     def _runner(self, parked: ParkedRunner) -> None:
         services, pair = self._services, parked.pair

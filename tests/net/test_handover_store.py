@@ -10,9 +10,11 @@ from pathlib import Path
 import pytest
 
 from gateway.beside import START_S
+from gateway.contract.policy import EgressBudget
 from gateway.core.parked import MAX_BYTES, VERSION, decode_parked
 from gateway.runtime import fdstore
 from tests.net.test_contract import Control, contracted, grant
+from tests.net.test_handover import GOOD, restarted, until, was_read
 from tests.net.test_tunnel import opened
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.manager import Manager
@@ -226,3 +228,45 @@ async def test_a_stop_and_a_reload_ask_the_manager_for_the_time_that_they_may_ta
         assert asked_after("RELOADING=1") > START_S * 1e6
         await asyncio.to_thread(manager.stop)
         assert asked_after("STOPPING=1") > 90e6
+
+
+async def test_a_wait_for_a_slot_has_all_of_its_time_after_one_for_the_sessions_in_an_earlier_process(
+    tmp_path: Path,
+) -> None:
+    limits = {"resync_wait_ms": 50_000, "egress_slot_wait_ms": 500_000}
+    async with contracted(tmp_path, stored=8, limits=limits) as (gateway, path), echo_server() as server:
+        manager, target = gateway.manager, f"127.0.0.1:{server.port}"
+        assert manager is not None
+        clients = [await gateway.client() for _ in range(4)]
+        waiting = []
+        for client in clients:
+            # Nobody has said yet which sessions there are.
+            waiting.append(asyncio.create_task(client.tunnel(target, GOOD)))
+            await asyncio.sleep(0)
+            await until(lambda client=client: was_read(client))  # type: ignore[misc]
+        await restarted(gateway)
+        first = await Control.connect(path)
+        await first.welcome()
+        await first.snapshot(grant("s1", egress_budget=EgressBudget(connections=1)))
+        # First come, first served.
+        assert (await waiting[0]).status == 200
+        assert not any(task.done() for task in waiting[1:])
+        await asyncio.to_thread(manager.stop)
+        data, descriptors = taken_out(manager)
+        record = decode_parked(data, len(descriptors))
+        left = [each.left_s for each in record.asking if each.admitted and each.left_s is not None]
+        assert len(left) == 3
+        assert min(left) > 50
+        put_back(manager, data, descriptors)
+        await asyncio.to_thread(manager.start)
+        # And what it has is its own limit's again: the next stop finds less of it.
+        await asyncio.to_thread(manager.stop)
+        data, descriptors = taken_out(manager)
+        again = [each.left_s or 0 for each in decode_parked(data, len(descriptors)).asking]
+        assert 50 < min(again) <= max(again) < max(left)
+        put_back(manager, data, descriptors)
+        await asyncio.to_thread(manager.start)
+        for client, task in zip(clients, waiting, strict=True):
+            assert (await task).status == 200
+            await client.close()
+        await first.close()

@@ -91,7 +91,7 @@ def records(draw: st.DrawFn) -> tuple[Parked, int]:
         asking=many(
             lambda: ParkedAsking(
                 *(draw(IDS), draw(HASHES), draw(CALLERS), draw(AUTHORITIES), draw(TIMES)),
-                *(draw(st.none() | TIMES), places.next(), draw(BYTES)),
+                *(draw(st.booleans()), draw(st.none() | TIMES), places.next(), draw(BYTES)),
             )
         ),
         runners=many(lambda: ParkedRunner(draw(IDS), pair())),
@@ -189,10 +189,15 @@ def test_another_version_is_refused_by_its_number(version: int) -> None:
         ),
         (Parked(epoch="e", arrivals=(*[ParkedArrival(n, "nowhere", True, 0, 0, b"") for n in range(2)],)), "place"),
         (
-            Parked(epoch="e", asking=(*[ParkedAsking("s", "0" * 64, None, "x", 0, 0, n, b"") for n in range(2)],)),
+            Parked(
+                epoch="e", asking=(*[ParkedAsking("s", "0" * 64, None, "x", 0, False, 0, n, b"") for n in range(2)],)
+            ),
             "place",
         ),
-        (Parked(epoch="e", asking=(*[ParkedAsking("s", "0", None, "x:1", 0, 0, n, b"") for n in range(2)],)), "read"),
+        (
+            Parked(epoch="e", asking=(*[ParkedAsking("s", "0", None, "x:1", 0, False, 0, n, b"") for n in range(2)],)),
+            "read",
+        ),
         (Parked(epoch="e", runners=(ParkedRunner("../s", ParkedPair(0, 1, ParkedFlow(0), ParkedFlow(0))),)), "read"),
     ],
 )
