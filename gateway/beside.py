@@ -28,7 +28,7 @@ from typing import Final
 
 from gateway.channel import Channel, Cut, End, Go, Ready, Revoked, Spent, SuccessionError, Taken
 from gateway.contract.policy import Usage
-from gateway.core.parked import Parked
+from gateway.core.parked import Parked, ParkedError, encode_parked
 from gateway.registry import Registry, Session
 from gateway.runtime import fdstore
 from gateway.runtime.notify import notify
@@ -202,19 +202,19 @@ class Successor:
             raise SuccessionError("the next gateway did not start; its own messages say why")
         return cls(channel, message.pid)
 
-    def hand(self, record: bytes, descriptors: list[int], environment: Mapping[str, str] = os.environ) -> None:
+    def hand(self, record: Parked, descriptors: list[int], environment: Mapping[str, str] = os.environ) -> None:
         """Give it everything and make it the main process. Raises SuccessionError; then it ends and nothing has changed.
 
         Nothing else may happen in this process meanwhile.
         """
         try:
-            parcel = fdstore.Parcel(record, descriptors)
+            parcel = fdstore.Parcel(encode_parked(record), descriptors)
             try:
                 socket.send_fds(self._channel.sock, [b"parcel"], [parcel.far.fileno()], socket.MSG_NOSIGNAL)
                 self._channel.await_message(Taken, ANSWER_S)
             finally:
                 parcel.close()
-        except (fdstore.ParcelError, OSError, SuccessionError) as error:
+        except (fdstore.ParcelError, ParkedError, OSError, SuccessionError) as error:
             # Should it answer late, two processes would hold the same connections.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(self._pid, signal.SIGKILL)

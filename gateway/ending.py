@@ -8,7 +8,6 @@ from typing import Final
 
 from gateway.beside import ANSWER_S, LAST_WORDS_S, START_S, TELL_S, Predecessor, Successor
 from gateway.channel import SuccessionError
-from gateway.core.parked import encode_parked
 from gateway.net.listener import Listener
 from gateway.net.parking import Parking
 from gateway.net.runner import HANDOFF_S
@@ -77,7 +76,7 @@ class Ending:
             await self._until(self._is_paused, end)
             self._gateway.model.hand_back()
             record, descriptors = self._parking.pack(own, passed)
-            successor.hand(encode_parked(record), descriptors)
+            successor.hand(record, descriptors)
         except SuccessionError as error:
             self._parking.take_back()
             log.error("reload: %s; this gateway goes on", error)

@@ -152,7 +152,7 @@ def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket],
     record, descriptors = parking.pack(listeners, {})
     try:
         parcel = fdstore.Parcel(encode_parked(record), descriptors)
-    except fdstore.ParcelError as error:
+    except (fdstore.ParcelError, ParkedError) as error:
         log.error("%s; what is open is drained and then cut", error)
         return False
     try:

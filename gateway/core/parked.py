@@ -17,7 +17,7 @@ import msgspec
 from gateway.contract.policy import Grant
 from gateway.core.authority import AuthorityError, parse_authority
 
-# To be raised with every change of the structs below. A record of another version is refused: it says nothing that this
+# To be raised with every change of the structs below, or of the messages in `gateway/channel.py`. A record of another version is refused: it says nothing that this
 # one could rely on.
 VERSION: Final = 3
 # A snapshot of 10,000 sessions is about 10 MB, what 10,000 tunnels hold at most 640 MB; more is no record of ours.
@@ -228,8 +228,10 @@ _decoder: Final = msgspec.msgpack.Decoder(Parked)
 
 
 def encode_parked(record: Parked) -> bytes:
-    """Return the record as bytes."""
+    """Return the record as bytes. Raises ParkedError when nobody would read it."""
     body = msgspec.msgpack.encode(record)
+    if (size := _HEADER.size + len(body)) > MAX_BYTES:
+        raise ParkedError(f"what is open makes a record of {size} bytes, more than {MAX_BYTES}")
     return _HEADER.pack(_MAGIC, VERSION, len(body), hashlib.sha256(body).digest()) + body
 
 

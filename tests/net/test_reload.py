@@ -455,15 +455,46 @@ async def test_only_the_main_process_feeds_the_watchdog() -> None:
         assert "Traceback" not in gateway.log()
 
 
+def code_with(gateway: GatewayProcess, old: str, new: str) -> Path:
+    """Return a folder with the gateway's code, in which the record's module says something else."""
+    folder = gateway.base / "other"
+    shutil.copytree(readable_code() / "gateway", folder / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
+    module = folder / "gateway/core/parked.py"
+    text = module.read_text()
+    assert old in text
+    module.write_text(text.replace(old, new))
+    return folder
+
+
+async def test_a_record_that_nobody_would_read_is_found_out_before_anything_is_let_go() -> None:
+    with gateway_process({"limits": {"drain_ms": 300}}, stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        manager.environment["PYTHONPATH"] = str(
+            code_with(gateway, "MAX_BYTES: Final = 1 << 30", "MAX_BYTES: Final = 99")
+        )
+        await asyncio.to_thread(gateway.restart)
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            first = gateway.pid
+            with pytest.raises(ConditionTimeoutError, match="not replaced"):
+                await reloaded(gateway)
+            assert gateway.pid == first
+            assert re.search(r"reload: .* a record of \d+ bytes, more than 99; this gateway goes on", gateway.log())
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            await asyncio.to_thread(manager.stop)
+            assert re.search(r"a record of \d+ bytes, more than 99; what is open is drained", gateway.log())
+            assert await client.read_to_end() == b""
+            assert (await gateway.await_audit("s1", event="close"))["reason"] == "shutdown"
+
+
 async def test_a_release_with_another_record_leaves_a_reload_undone_and_cuts_tunnels_at_a_restart_only() -> None:
     with gateway_process(stored=8) as gateway:
         manager = gateway.manager
         assert manager is not None
         # As /opt/opificia/current: what it leads to changes under the running process.
-        current, newer = gateway.base / "current", gateway.base / "newer"
-        shutil.copytree(readable_code() / "gateway", newer / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
-        module = newer / "gateway/core/parked.py"
-        module.write_text(module.read_text().replace(f"VERSION: Final = {VERSION}", f"VERSION: Final = {VERSION + 1}"))
+        current = gateway.base / "current"
+        newer = code_with(gateway, f"VERSION: Final = {VERSION}", f"VERSION: Final = {VERSION + 1}")
         current.symlink_to(readable_code())
         manager.environment["PYTHONPATH"] = str(current)
         await asyncio.to_thread(gateway.restart)
