@@ -141,6 +141,11 @@ class Client:
         async with asyncio.timeout(PATIENCE_S):
             return await self.reader.readexactly(size)
 
+    async def read_line(self) -> bytes:
+        """Read a line without its CRLF; raises asyncio.IncompleteReadError when the peer ends before."""
+        async with asyncio.timeout(PATIENCE_S):
+            return (await self.reader.readuntil(b"\r\n"))[:-2]
+
     async def read_to_end(self) -> bytes:
         """Read until the peer's end of stream; raises ConnectionResetError on a reset."""
         async with asyncio.timeout(PATIENCE_S):
