@@ -48,7 +48,7 @@ from gateway.runtime import fdstore
 from gateway.runtime.addresses import TcpAddress, parse_address
 from gateway.runtime.notify import feed_watchdog, notify, notify_reloading
 from gateway.runtime.settings import SettingsError
-from gateway.succession import Inheritance, announce
+from gateway.succession import Inheritance
 from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.app")
@@ -205,8 +205,7 @@ class App:
             ports.append(progress.close)
             watchdog = loop.create_task(feed_watchdog(progress.prove))
             notify("READY=1")
-            if predecessor is None:
-                announce()
+            inheritance.announce()
             log.info("serving sandboxes on %s", config.listen.sandbox)
             ending = Ending(services, listener, Parking(services, listener, epoch), self._stopping)
             successor = await self._serve(ending)

@@ -14,7 +14,7 @@ from gateway.net.runner import HANDOFF_S
 from gateway.net.services import Services
 from gateway.runtime import fdstore
 from gateway.runtime.notify import more_time, notify, notify_reloading
-from gateway.succession import leave_with_manager
+from gateway.succession import leave_with_manager, withdraw
 from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.ending")
@@ -59,6 +59,7 @@ class Ending:
         self._services.end_relays(keep=False)
         await self._until(self._is_nothing, end)
         await self._end(predecessor)
+        withdraw()
 
     async def be_replaced(
         self, own: Mapping[str, socket.socket], passed: Mapping[str, socket.socket]

@@ -39,14 +39,15 @@ class Inheritance:
         self.record: Parked | None = None
         self._listeners: dict[str, int] = {}
         alive, parcels = self._passed.pop(ALIVE, []), self._passed.pop(PARCEL, [])
-        for descriptor in alive:
-            os.close(descriptor)
+        _close(alive)
+        self._is_announced = bool(alive) or predecessor is not None
+        self._has_parcel = bool(parcels)
+        if parcels:
+            # Before it is opened: who finds the sign beside a parcel that is empty knows that this process died with it.
+            self.announce()
         for parcel in parcels:
             self._open(parcel, "what the gateway before this one left cannot be taken up, its tunnels are cut")
-        if parcels:
-            # Empty now: a crash from here on loses what any crash loses.
-            fdstore.remove(PARCEL)
-        elif alive:
+        if alive and self.record is None:
             log.warning(
                 "the gateway before this one ended without handing over (a crash, or killed): its tunnels are cut, "
                 "their last audit lines and at most a second of their usage are lost"
@@ -55,6 +56,14 @@ class Inheritance:
             self._open(predecessor.await_parcel(), "what the running gateway hands over cannot be taken up")
             if self.record is None:
                 raise SuccessionError("the running gateway goes on")
+
+    def announce(self) -> None:
+        """Have the manager keep the sign that a gateway runs."""
+        if fdstore.is_offered() and not self._is_announced:
+            self._is_announced = True
+            sign = os.memfd_create(ALIVE, os.MFD_CLOEXEC)
+            fdstore.store(ALIVE, sign)
+            os.close(sign)
 
     def confirm(self) -> None:
         """Say that nothing is in the way of taking over; on return this is the main process. Raises SuccessionError.
@@ -101,7 +110,10 @@ class Inheritance:
         return listen(address), False
 
     def close_rest(self) -> None:
-        """Close what was given and is not wanted."""
+        """Close what was given and is not wanted, when all else is taken up."""
+        if self._has_parcel:
+            # It is empty: a crash from here on loses what any crash loses.
+            fdstore.remove(PARCEL)
         for name, descriptors in self._passed.items():
             log.warning("descriptors that the manager passed as %r are not known and closed", name)
             _close(descriptors)
@@ -136,12 +148,12 @@ def _close(descriptors: list[int]) -> None:
             os.close(descriptor)
 
 
-def announce() -> None:
-    """Have the manager keep the sign that a gateway runs."""
+def withdraw() -> None:
+    """Have the manager forget the sign that a gateway runs: it ends as it should."""
     if fdstore.is_offered():
-        sign = os.memfd_create(ALIVE, os.MFD_CLOEXEC)
-        fdstore.store(ALIVE, sign)
-        os.close(sign)
+        fdstore.remove(ALIVE)
+        # What a process that is gone has said last, the manager may not take for the service's.
+        fdstore.barrier()
 
 
 def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket], unfinished: Unfinished) -> bool:
@@ -156,7 +168,6 @@ def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket],
         log.error("%s; what is open is drained and then cut", error)
         return False
     try:
-        fdstore.remove(ALIVE)
         fdstore.store(PARCEL, parcel.far.fileno())
         reached = fdstore.barrier()
         parcel.far.close()
@@ -171,6 +182,8 @@ def leave_with_manager(parking: Parking, listeners: Mapping[str, socket.socket],
         parcel.close()
     unfinished.write(record)
     parking.let_go()
+    # Not before: with the sign alone the next process would not miss what died with this one.
+    withdraw()
     in_pipes, in_record = record.bytes_held
     log.info(
         "left %d connections to the next process, %d bytes on their way in pipes and %d in the record",

@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import signal
 
+import pytest
+
 from tests.net.test_handover import until
 from tests.net.test_tunnel import opened
 from tests.support.gateway_process import gateway_process
@@ -62,6 +64,36 @@ async def test_a_process_that_is_killed_while_the_next_one_starts_is_followed_by
                 await other.send(b"x")
                 assert await other.read_exactly(1) == b"x"
             assert "ended without handing over" in manager.log()
+
+
+_STOPPING = ("STOPPING=1", "FDSTORE=1\nFDNAME=parked", "FDSTOREREMOVE=1\nFDNAME=alive", "BARRIER=1")
+_STARTING = ("FDSTORE=1\nFDNAME=alive", "FDSTOREREMOVE=1\nFDNAME=parked", "READY=1")
+
+
+@pytest.mark.parametrize("step", [*_STOPPING, *_STARTING])
+async def test_a_process_that_is_killed_at_any_step_of_a_restart_loses_nothing_or_the_next_one_says_so(
+    step: str,
+) -> None:
+    with gateway_process(stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            if step in _STARTING:
+                await asyncio.to_thread(manager.stop)
+            manager.then[step] = lambda: manager.signal(signal.SIGKILL)
+            with contextlib.suppress(ConditionTimeoutError):
+                await asyncio.to_thread(manager.start if step in _STARTING else manager.stop)
+            await until(lambda: not manager.running)
+            assert step not in manager.then
+            await asyncio.to_thread(manager.start)
+            lost = False
+            try:
+                await client.send(b"x")
+                assert await client.read_exactly(1) == b"x"
+            except (ConnectionError, asyncio.IncompleteReadError):
+                lost = True
+            assert ("ended without handing over" in manager.log()) == lost
+            assert manager.names == ["alive"]
 
 
 async def test_a_thousand_tunnels_go_on_after_a_restart_and_a_reload() -> None:
