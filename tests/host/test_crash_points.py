@@ -33,7 +33,6 @@ from tests.support.sandbox import IMAGE
 _SUPPORT = Path(__file__).parents[1] / "support"
 _HALTING = _SUPPORT / "halting_control.py"
 PRINTED = (b"ran\n", [b"noted"])
-NOTHING: tuple[bytes, list[bytes]] = (b"", [])
 # Many sandboxes at once on a machine that does other things too.
 HELD_S = 300.0
 
@@ -190,7 +189,7 @@ async def check(host: PrivateHost, control: ControlClient, point: str) -> str:
     state, reason, code = how(view)
     if (state, reason) != (life.state, life.reason) or life.code not in (None, code):
         return f"{state} {reason} {code}: {view.message}"
-    if life.runs and (life.sure or printed(host, point) != NOTHING):
+    if life.runs and (life.sure or log(host, point)):
         if printed(host, point) != PRINTED:
             return f"it printed {printed(host, point)}"
         if left_in_out(host, point) != b"ran\n":
@@ -301,7 +300,7 @@ async def test_control_killed_at_every_step_that_no_caller_asks_for_takes_it_aga
     await hold_all(host, control, halting, CUT)
     for step in LAUNCH_CUT:
         await halting.die(step)
-    host.control.start()
+    halting.start("go")
     asking = await launch(control, ASKING)
     assert {point: await check(host, control, point) for point in CUT} == dict.fromkeys(CUT, "")
     await until(lambda: log(host, asking).count(b"\n") > 2, "answers of the model")

@@ -145,16 +145,23 @@ def _end_soon() -> None:
     Life.__init__ = made  # type: ignore[method-assign]
 
 
-def _be_later() -> None:
-    now_ms = retention.now_ms
-    retention.now_ms = lambda: now_ms() + _LATER_MS
+def _sweep_only_to_die() -> None:
+    """Keep what has ended for the daemon that is to die of it; it finds all of it older than it may become."""
+    if _how.startswith("store-forget--"):
+        now_ms = retention.now_ms
+        retention.now_ms = lambda: now_ms() + _LATER_MS
+    elif not _how.startswith("store-put-sizes--"):
+
+        async def never(_: retention.Retention) -> None:
+            await asyncio.Event().wait()
+
+        retention.Retention.sweep = never  # type: ignore[method-assign]
 
 
 _hold_journal()
 _end_soon()
 usage.USAGE_S = 0.1  # type: ignore[misc]
-if _how.startswith("store-forget--"):
-    _be_later()
+_sweep_only_to_die()
 _STORE = ("insert", "append", "release_address", "mark_cleaned", "put_usage", "put_sizes", "forget")
 _hold_calls(Store, "store", _STORE, writes=True)
 _hold_calls(
