@@ -63,6 +63,7 @@ LIVES: Final = {
         calls=(
             "store-insert",
             "link-put",
+            "engine-declare-out-volume",
             "engine-create-out-volume",
             "engine-create",
             "engine-start",
@@ -90,7 +91,7 @@ LIVES: Final = {
         reason=Reason.IMAGE_MISSING,
         code=None,
         events=("launch-started", "end-requested", "ended"),
-        calls=("store-mark-cleaned",),
+        calls=("engine-remove-made-for", "store-mark-cleaned"),
         runs=False,
     ),
     "unlaunched": Life(

@@ -164,11 +164,11 @@ usage.USAGE_S = 0.1  # type: ignore[misc]
 _sweep_only_to_die()
 _STORE = ("insert", "append", "release_address", "mark_cleaned", "put_usage", "put_sizes", "forget")
 _hold_calls(Store, "store", _STORE, writes=True)
-_hold_calls(
-    DockerService,
-    "engine",
-    ("create", "create_out_volume", "start", "stop", "archive_out", "remove", "remove_out_volume"),
-)
+_ENGINE = (
+    "create", "declare_out_volume", "create_out_volume", "start", "stop", "archive_out", "remove", "remove_made_for",
+    "remove_out_volume",
+)  # fmt: skip
+_hold_calls(DockerService, "engine", _ENGINE)
 _hold_calls(GatewayLink, "link", ("put", "revoke"))
 del sys.argv[1:3]
 control_main.main()

@@ -13,7 +13,9 @@ import tests.model.test_faults as to_the_provider
 import tests.net.test_faults as at_the_gateway
 from control.db.database import Database
 from control.db.store import Store
+from control.link import GatewayLink
 from control.plan.session import Event
+from control.sessions.engine import Engine
 from tests.host.crash_points import KEEPING, LAUNCH_CUT, POINTS, life_of
 from tests.support.faults import Fault, Kind
 from tests.support.paths import CHECKOUT
@@ -22,6 +24,9 @@ T = TypeVar("T")
 STEPS = {point.split("--", 1)[1] for point in POINTS} | {*LAUNCH_CUT, *KEEPING}
 # Brings the tables to this version's form, in one transaction, before anything else; its own tests kill nothing.
 NO_STEPS = {"migrate"}
+# Calls that change nothing; `kill` only shortens a stop that is under way, and has that one's points.
+ONLY_LOOK = {"ping", "image", "follow_logs", "wait", "owned", "out_volumes", "kill"}
+ONLY_ASK = {"run", "opinions"}
 
 
 def test_every_event_has_a_crash_point_at_each_of_its_writes() -> None:
@@ -39,6 +44,19 @@ def test_every_other_write_to_the_database_has_a_crash_point() -> None:
     assert len(places) >= 12
     missing = [place for place in places if place not in STEPS]
     assert not missing, f"no crash point at {', '.join(missing)}"
+
+
+def test_every_call_that_changes_engine_or_gateway_has_a_crash_point() -> None:
+    calls = {f"engine-{name}" for name in _coroutines(Engine) - ONLY_LOOK}
+    calls |= {f"link-{name}" for name in _coroutines(GatewayLink) - ONLY_ASK}
+    assert len(calls) >= 11
+    places = [f"{call.replace('_', '-')}--{when}" for call in calls for when in ("before", "after")]
+    missing = [place for place in places if place not in STEPS]
+    assert not missing, f"no crash point at {', '.join(missing)}"
+
+
+def _coroutines(each: type) -> set[str]:
+    return {name for name, call in vars(each).items() if inspect.iscoroutinefunction(call) and not name.startswith("_")}
 
 
 def _writing(*classes: type) -> set[str]:
