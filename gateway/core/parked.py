@@ -247,7 +247,7 @@ def decode_parked(data: bytes, descriptors: int) -> Parked:
         raise ParkedError("it is not whole")
     try:
         record = _decoder.decode(body)
-    except (msgspec.MsgspecError, RecursionError) as error:
+    except msgspec.MsgspecError as error:
         raise ParkedError(f"it cannot be read: {error}") from error
     _check(record, descriptors)
     return record

@@ -185,3 +185,22 @@ async def test_a_line_of_a_stream_that_cannot_be_read_is_an_error_that_says_so_a
             with pytest.raises(ControlUnavailableError, match="not of this version"):
                 async for _ in lines:
                     pass
+
+
+async def test_an_interim_answer_is_not_the_answer_and_what_follows_the_answer_is_none_of_it() -> None:
+    interim = b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nLink: x\r\n\r\n"
+    whole = b"HTTP/1.1 201 Created\r\nContent-Length: 2\r\n\r\nok"
+
+    async def at_once(other: Peer) -> None:
+        await other.reader.readuntil(b"\r\n\r\n")
+        other.writer.write(interim + whole + b"HTTP/1.1 500 No\r\nContent-Length: 3\r\n\r\nbadrubbish")
+
+    async def in_pieces(other: Peer) -> None:
+        await other.reader.readuntil(b"\r\n\r\n")
+        for position in range(len(interim + whole)):
+            other.writer.write((interim + whole)[position : position + 1])
+            await other.writer.drain()
+
+    for act in (at_once, in_pieces):
+        async with answering(act) as address:
+            assert await body_of(address) == (201, b"ok")

@@ -90,6 +90,7 @@ def answer(data: bytes) -> None:
         assert body == b"".join(lines)
         assert all(line.find(b"\n") in (-1, len(line) - 1) for line in lines)
         assert len(body) <= len(data)
+        assert status >= 200
         return status, body, lines
 
     loop = asyncio.new_event_loop()

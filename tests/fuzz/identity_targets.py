@@ -131,6 +131,9 @@ def _family(raw: bytes, kind: dns.rdatatype.RdataType) -> Found | Exception:
     """Read an answer as dnspython's resolver does: whatever it raises is no answer."""
     try:
         message = dns.message.from_wire(raw)
+        query = dns.message.make_query(_NAME, kind, id=message.id)
+        if not query.is_response(message):
+            raise ValueError
         answer = dns.resolver.Answer(dns.name.from_text(_NAME), kind, dns.rdataclass.IN, message)
     except Exception as error:
         return error

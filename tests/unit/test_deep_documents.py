@@ -26,10 +26,8 @@ from gateway import unfinished
 from gateway.config import GatewayConfig
 from gateway.contract.framing import FrameReader, FramingError
 from gateway.contract.messages import FromControl, FromGateway
-from gateway.core.parked import ParkedError, decode_parked
 from gateway.core.rules import RuleErrors, load_registries
 from gateway.runtime.settings import SettingsError, parse
-from tests.fuzz.handover_targets import parked_record
 
 DEEP = 5_000
 JSON = b"[" * DEEP
@@ -58,13 +56,12 @@ async def test_on_the_contract_socket_the_connection_ends(messages: object) -> N
             lambda: gateway_channel.decode(b"\x82" + KEY("x") + MSGPACK + KEY("type") + KEY("go")),
             gateway_channel.SuccessionError,
         ),
-        (lambda: decode_parked(parked_record(b"\x81" + KEY("epoch") + MSGPACK), 0), ParkedError),
         (lambda: unfinished.decode(b'[{"x":' + JSON), ValueError),
         (lambda: load_registries(f"x = {'[' * DEEP}"), RuleErrors),
         (lambda: parse(f"x = {'[' * DEEP}", GatewayConfig), SettingsError),
         (lambda: _decoded(b'{"x":' + JSON, EventView), ControlUnavailableError),
     ],
-    ids=["channel", "parked", "unfinished", "registries", "settings", "client"],
+    ids=["channel", "unfinished", "registries", "settings", "client"],
 )
 def test_it_is_the_readers_own_error(read: Callable[[], object], error: type[Exception]) -> None:
     with pytest.raises(error):

@@ -219,7 +219,7 @@ def test_a_tar_entry_of_a_kind_that_readers_take_for_different_things_is_refused
         TarCut(UNLIMITED).feed(tar_header(b"00000001000\0", kind))
 
 
-@pytest.mark.parametrize("record", [b"12 size=+5\n", b"13 size=1_0\n", b"+9 size=5\n", b"1_0 size=5\n"])
+@pytest.mark.parametrize("record", [b"11 size=+5\n", b"12 size=1_0\n", b"+11 size=5\n", b"1_1 size=5\n"])
 def test_a_pax_record_with_an_odd_number_is_refused(record: bytes) -> None:
     header = tar_header(b"%011o\0" % len(record), b"x")
     with pytest.raises(EngineError, match="pax"):

@@ -246,7 +246,8 @@ def test_routes_that_cannot_be_read_are_a_problem() -> None:
 
 
 @pytest.mark.parametrize(
-    "listing", ["3", "{}", '{"nftables":3}', '{"nftables":{"chain":1}}', '{"nftables":["chain"]}', "[1]"]
+    "listing",
+    ["3", "{}", '{"nftables":3}', '{"nftables":["x"]}', '{"nftables":{"chain":1}}', '{"nftables":["chain"]}', "[1]"],
 )
 def test_a_listing_that_is_none_is_a_problem_and_no_fault_of_ours(listing: str) -> None:
     network = NetworkSettings()

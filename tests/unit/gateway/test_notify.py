@@ -92,3 +92,11 @@ def test_a_number_of_the_manager_that_is_none_is_as_good_as_none(number: str) ->
     assert watchdog_s({"WATCHDOG_USEC": number}) is None
     assert not fdstore.is_offered({"NOTIFY_SOCKET": "/run/notify", "FDSTORE": number})
     assert fdstore.passed({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": number}) == {}
+
+
+def test_descriptors_that_the_manager_says_it_passed_end_with_those_that_are_there() -> None:
+    # By the number alone it would take for ever.
+    found = fdstore.passed({"LISTEN_PID": str(os.getpid()), "LISTEN_FDS": "9" * 18})
+    assert max((max(each) for each in found.values()), default=0) <= max(
+        int(path.name) for path in Path("/proc/self/fd").iterdir()
+    )
