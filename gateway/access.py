@@ -6,6 +6,7 @@ refused requests costs a comparison each, no memory and no disk.
 """
 
 import contextlib
+import fcntl
 import logging
 import os
 import threading
@@ -62,11 +63,14 @@ class AuditLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class _File:
-    __slots__ = ("fd", "lines")
+    """An open file, and what this process knows of it: how many lines it has in its first `size` bytes."""
 
-    def __init__(self, fd: int, lines: int) -> None:
+    __slots__ = ("fd", "lines", "size")
+
+    def __init__(self, fd: int) -> None:
         self.fd = fd
-        self.lines = lines
+        self.lines = 0
+        self.size = 0
 
 
 class AuditLog:
@@ -176,19 +180,31 @@ class AuditLog:
                 os.close(file.fd)
 
     def _append(self, session: str, lines: list[bytes]) -> None:
+        count = 0
+        problem: OSError | None = None
         try:
             file = self._open(session)
+            # After a reload the process before still has lines of its own. It must not take a line of ours that is half
+            # there for one that a crash cut, nor cut our line when the disk fills, and its lines count.
+            fcntl.flock(file.fd, fcntl.LOCK_EX)
+            try:
+                _catch_up(file)
+                room = self._max_lines - file.lines
+                if room < 0:
+                    return
+                if len(lines) > room:
+                    end = {
+                        "ts": datetime.now(UTC),
+                        "session": session,
+                        "event": "log_full",
+                        "max_lines": self._max_lines,
+                    }
+                    lines = [*lines[:room], self._encode(end) + b"\n"]
+                count, problem = _write_lines(file, lines)
+            finally:
+                fcntl.flock(file.fd, fcntl.LOCK_UN)
         except OSError as error:
-            self._lose(session, len(lines), error)
-            return
-        room = self._max_lines - file.lines
-        if room < 0:
-            return
-        if len(lines) > room:
-            end = {"ts": datetime.now(UTC), "session": session, "event": "log_full", "max_lines": self._max_lines}
-            lines = [*lines[:room], self._encode(end) + b"\n"]
-        count, problem = _write_lines(file.fd, lines)
-        file.lines += count
+            problem = error
         if problem is not None:
             self._lose(session, len(lines) - count, problem)
 
@@ -209,12 +225,7 @@ class AuditLog:
         assert self._directory is not None
         flags = os.O_RDWR | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
         fd = os.open(self._directory / f"{session}.log", flags, 0o640)
-        try:
-            file = _File(fd, _count_lines(fd))
-        except OSError:
-            os.close(fd)
-            raise
-        self._files[session] = file
+        file = self._files[session] = _File(fd)
         if len(self._files) > MAX_OPEN_FILES:
             _, oldest = self._files.popitem(last=False)
             with contextlib.suppress(OSError):
@@ -222,30 +233,40 @@ class AuditLog:
         return file
 
 
-def _write_lines(fd: int, lines: list[bytes]) -> tuple[int, OSError | None]:
+def _write_lines(file: _File, lines: list[bytes]) -> tuple[int, OSError | None]:
     """Append lines; return how many are in the file whole, and what kept the others out."""
     data = b"".join(lines)
     written = 0
+    problem: OSError | None = None
     try:
         while written < len(data):
-            written += os.write(fd, memoryview(data)[written:])
+            written += os.write(file.fd, memoryview(data)[written:])
     except OSError as error:
+        problem = error
+    whole = written if problem is None else data.rfind(b"\n", 0, written) + 1
+    count = len(lines) if problem is None else data.count(b"\n", 0, written)
+    file.lines += count
+    file.size += whole
+    if whole < written:
         # What a full disk took of a line would make one broken line of it and of the next one that fits.
-        torn = written - (data.rfind(b"\n", 0, written) + 1)
-        if torn:
-            with contextlib.suppress(OSError):
-                os.ftruncate(fd, os.fstat(fd).st_size - torn)
-        return data.count(b"\n", 0, written), error
-    return len(lines), None
+        with contextlib.suppress(OSError):
+            os.ftruncate(file.fd, file.size)
+    return count, problem
 
 
-def _count_lines(fd: int) -> int:
-    """Count the lines already there: the limit holds across restarts. A line that a crash cut is ended."""
-    lines, end = 0, b"\n"
-    while chunk := os.read(fd, 1 << 20):
-        lines += chunk.count(b"\n")
+def _catch_up(file: _File) -> None:
+    """Count what is in the file and not ours: the limit holds across restarts. A line that a crash cut is ended."""
+    size = os.fstat(file.fd).st_size
+    if size == file.size:
+        return
+    if size < file.size:
+        # Somebody made it shorter.
+        file.lines = file.size = 0
+    end = b"\n"
+    while chunk := os.pread(file.fd, 1 << 20, file.size):
+        file.lines += chunk.count(b"\n")
+        file.size += len(chunk)
         end = chunk[-1:]
     if end != b"\n":
-        os.write(fd, b"\n")
-        lines += 1
-    return lines
+        file.size += os.write(file.fd, b"\n")
+        file.lines += 1

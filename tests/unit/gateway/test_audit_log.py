@@ -1,7 +1,9 @@
 """The audit log: bounded, whole lines, one last line that says it is full, and none of it breakable by a name."""
 
+import fcntl
 import json
 import os
+import re
 import resource
 import threading
 from pathlib import Path
@@ -148,7 +150,7 @@ def test_the_file_of_a_session_that_is_over_is_closed_behind_its_last_line(tmp_p
 def test_a_full_disk_loses_lines_and_says_so_but_not_the_process(tmp_path: Path) -> None:
     (tmp_path / "s1.log").symlink_to("/dev/full")
     log = AuditLog(str(tmp_path), 10)
-    log._files["s1"] = type(log)._open.__globals__["_File"](os.open("/dev/full", os.O_WRONLY), 0)
+    log._files["s1"] = type(log)._open.__globals__["_File"](os.open("/dev/full", os.O_WRONLY))
     write(log)
     log.close()
     assert log.lost == 1
@@ -183,6 +185,44 @@ def test_a_line_that_a_crash_cut_takes_no_other_with_it(tmp_path: Path) -> None:
     cut, whole = (tmp_path / "s1.log").read_text().splitlines()
     assert cut == '{"ts":"2026'
     assert json.loads(whole)["event"] == "refuse"
+
+
+def flushed(log: AuditLog, host: str) -> None:
+    """Write a line and wait until it is in the file."""
+    before = log._files["s1"].lines if "s1" in log._files else 0
+    write(log, host)
+    wait_until(lambda: "s1" in log._files and log._files["s1"].lines > before, "the line")
+
+
+def test_two_processes_that_write_one_log_share_its_limit_and_say_once_that_it_is_full(tmp_path: Path) -> None:
+    # As after a reload, while the process before still has streams.
+    before, after = AuditLog(str(tmp_path), 10), AuditLog(str(tmp_path), 10)
+    for number in range(4):
+        flushed(before, f"before{number}.example")
+        flushed(after, f"after{number}.example")
+    for log in (before, after):
+        for _ in range(20):
+            write(log)
+        log.close()
+    written = lines(tmp_path)
+    assert [line["event"] for line in written] == ["refuse"] * 10 + ["log_full"]
+    assert [str(line["host"])[:5] for line in written[:8]] == ["befor", "after"] * 4
+
+
+def test_a_line_that_another_process_has_half_written_is_not_taken_for_one_that_a_crash_cut(tmp_path: Path) -> None:
+    file = os.open(tmp_path / "s1.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o640)
+    fcntl.flock(file, fcntl.LOCK_EX)
+    os.write(file, b'{"half":')
+    log = AuditLog(str(tmp_path), 10)
+    write(log)
+    waits = re.compile(rf"-> FLOCK .*:{os.fstat(file).st_ino} ")
+    wait_until(
+        lambda: waits.search(Path("/proc/locks").read_text()) is not None, "the other to wait for the line's end"
+    )
+    os.write(file, b'"whole"}\n')
+    os.close(file)
+    log.close()
+    assert [line.get("half", line.get("event")) for line in lines(tmp_path)] == ["whole", "refuse"]
 
 
 def test_without_a_directory_nothing_is_written() -> None:
