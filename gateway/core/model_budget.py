@@ -26,7 +26,7 @@ _MINUTE_S: Final = 60.0
 _NO_LIMIT: Final = 1 << 62
 # When a slot or a reservation of another request comes free cannot be known; SDKs back off by themselves from here.
 _RETRY_SOON_S: Final = 1
-# Relayed bytes per output token, for streams that end before they say what they used. An event of ~150 bytes carries
+# Relayed bytes per output token, where no limit is reserved or what was said last may be old. An event of ~150 bytes carries
 # about four tokens, so this is on the high side, as an estimate against an interested party has to be.
 _BYTES_PER_OUTPUT_TOKEN: Final = 16
 # What a model makes unseen, for requests without a limit that end before anything is said. Large models make 50 to 100.
@@ -40,8 +40,10 @@ class Outcome(enum.Enum):
     KNOWN = "known"
     # The reply was whole, but its counts could not be read.
     UNREADABLE = "unreadable"
-    # The request was sent, and it or its reply was cut.
+    # The request was sent, and it or its reply was cut before the provider said what the whole of it used.
     CUT = "cut"
+    # The reply was cut after that, or after counts that grow with it (vLLM sends them with every event).
+    CUT_LATE = "cut_late"
 
 
 class Reservation(msgspec.Struct, frozen=True):
@@ -212,16 +214,24 @@ class ModelAccount:
 
         What the provider did not say is charged to a request that had a reservation: the whole reservation when a reply
         was unreadable; when it was cut, all the input reserved unless the provider had said how much, and output as
-        `_estimate` has it by the bytes that reached the client and the `seconds` that the request took. To leave before
-        the last event, or before the first, must not be cheaper than to stay.
+        `_output_of_cut` has it, at the outside from the bytes that reached the client and the `seconds` that the request
+        took. To leave before the last event, or before the first, must not be cheaper than to stay.
         """
         if reservation is not None:
             self._reserved_input -= reservation.input_tokens
             self._reserved_output -= reservation.output_tokens
             if outcome is Outcome.UNREADABLE:
                 usage = TokenUsage(reservation.input_tokens, reservation.output_tokens)
-            elif outcome is Outcome.CUT:
-                usage = _estimate(reservation, usage, relayed_bytes, seconds)
+            elif outcome is not Outcome.KNOWN:
+                said_input = usage.input_tokens or usage.cache_read_tokens or usage.cache_write_tokens
+                usage = TokenUsage(
+                    input_tokens=usage.input_tokens if said_input else reservation.input_tokens,
+                    output_tokens=max(
+                        usage.output_tokens, _output_of_cut(reservation, outcome, relayed_bytes, seconds)
+                    ),
+                    cache_read_tokens=usage.cache_read_tokens,
+                    cache_write_tokens=usage.cache_write_tokens,
+                )
         total = self._tokens
         total.input_tokens += usage.input_tokens
         total.output_tokens += usage.output_tokens
@@ -241,19 +251,15 @@ class ModelAccount:
         return ModelRefusal(DenyReason.BUDGET_EXHAUSTED, f"The session's budget of {limit} {kind} tokens is used up")
 
 
-def _estimate(reservation: Reservation, usage: TokenUsage, relayed_bytes: int, seconds: float) -> TokenUsage:
-    output_tokens = relayed_bytes // _BYTES_PER_OUTPUT_TOKEN
-    if not usage.output_tokens:
-        # Nothing was said: a reply that comes whole may have been all but made, and no byte of it shows that.
-        output_tokens = (
-            reservation.output_tokens
-            if reservation.is_capped
-            else max(output_tokens, math.ceil(seconds * _OUTPUT_TOKENS_PER_S))
-        )
-    said_input = usage.input_tokens or usage.cache_read_tokens or usage.cache_write_tokens
-    return TokenUsage(
-        input_tokens=usage.input_tokens if said_input else reservation.input_tokens,
-        output_tokens=max(usage.output_tokens, min(reservation.output_tokens, output_tokens)),
-        cache_read_tokens=usage.cache_read_tokens,
-        cache_write_tokens=usage.cache_write_tokens,
-    )
+def _output_of_cut(reservation: Reservation, outcome: Outcome, relayed_bytes: int, seconds: float) -> int:
+    """Return what a request that was cut may have made, as far as it was not said.
+
+    What reached the client is no bound: models think unseen (Anthropic shows a summary or nothing, OpenAI nothing), and
+    a reply that comes whole may have been all but made. The first count of Anthropic's streams says nothing of it either.
+    """
+    tokens = relayed_bytes // _BYTES_PER_OUTPUT_TOKEN
+    if outcome is Outcome.CUT:
+        if reservation.is_capped:
+            return reservation.output_tokens
+        tokens = max(tokens, math.ceil(seconds * _OUTPUT_TOKENS_PER_S))
+    return min(reservation.output_tokens, tokens)

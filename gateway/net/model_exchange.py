@@ -300,6 +300,8 @@ class Exchange:
         reply = self._reply
         usage = NO_USAGE if reply is None else reply.usage
         tokens = usage.usage
+        if outcome is Outcome.CUT and usage.final:
+            outcome = Outcome.CUT_LATE
         seconds = time.monotonic() - self._started
         refused = reply is not None and not 200 <= reply.status < 300
         if not ask.request.destination.route.metered or not self._sent_any or refused:

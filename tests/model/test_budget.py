@@ -9,6 +9,7 @@ import anthropic
 import pytest
 
 from gateway.contract.policy import ModelBudget, Usage
+from gateway.core.providers import ShapeName
 from tests.model.harness import TOKEN, Proxy, running_proxy, until
 from tests.model.wire import STREAM_HEAD, Peer, Reply, ask, connected, request, scripted
 from tests.support.listener import bound
@@ -278,26 +279,46 @@ async def test_a_refusal_of_the_providers_books_nothing_and_returns_the_reservat
         assert proxy.usage() == Usage(model_requests=3)
 
 
-async def test_to_leave_before_the_last_event_is_not_cheaper_than_to_stay() -> None:
-    start = b'data: {"type":"message_start","message":{"usage":{"input_tokens":9,"output_tokens":1}}}\n\n'
-    delta = b'data: {"type":"content_block_delta","delta":{"text":"' + b"word " * 20 + b'"}}\n\n'
+# What a model does unseen is billed all the same: Anthropic sends nothing of it but that it began, OpenAI not even that.
+THINKING: dict[str, Any] = {
+    "anthropic": (
+        (
+            b'data: {"type":"message_start","message":{"usage":{"input_tokens":9,"output_tokens":1}}}\n\n'
+            b'data: {"type":"content_block_start","index":0,"content_block":{"type":"thinking","thinking":""}}\n\n'
+        ),
+        b'data: {"type":"message_delta","usage":{"output_tokens":700}}\n\n',
+        "/model/s1/v1/messages",
+        {"max_tokens": 4000, "stream": True},
+    ),
+    "openai": (
+        b'data: {"type":"response.created","response":{"model":"m","usage":null}}\n\n',
+        b'data: {"type":"response.completed","response":{"usage":{"input_tokens":9,"output_tokens":700}}}\n\n',
+        "/model/s1/v1/responses",
+        {"max_output_tokens": 4000, "stream": True},
+    ),
+}
+
+
+@pytest.mark.parametrize("shape", ["anthropic", "openai"])
+@pytest.mark.parametrize("is_told", [False, True])
+async def test_to_leave_before_the_last_event_is_not_cheaper_than_to_stay(shape: ShapeName, *, is_told: bool) -> None:
+    start, end, path, body = THINKING[shape]
+    events = start + (end if is_told else b": ping\n\n")
 
     async def handler(peer: Peer) -> None:
         await peer.request()
-        body = start + delta * 100
-        await peer.send(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(body), body))
+        await peer.send(STREAM_HEAD + b"%x\r\n%b\r\n" % (len(events), events))
         await peer.gone()
 
     async with (
         scripted(handler) as upstream,
-        running_proxy(upstream.url, budget=ModelBudget(output_tokens=5000)) as proxy,
+        running_proxy(upstream.url, shape=shape, budget=ModelBudget(output_tokens=5000)) as proxy,
     ):
         async with connected(proxy.port) as client:
-            await client.send(message(4000))
-            await client.reader.readuntil(delta * 100)
+            await client.send(request(json.dumps({"model": "m", **body}).encode(), path=path))
+            await client.reader.readuntil(events)
         await proxy.settled()
-        assert proxy.usage().input_tokens == 9
-        assert 500 < proxy.usage().output_tokens < 4000
+        assert proxy.usage().output_tokens == (700 if is_told else 4000)
 
 
 async def test_to_leave_before_the_first_byte_costs_the_reservation() -> None:

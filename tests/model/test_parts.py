@@ -317,30 +317,31 @@ def test_a_budget_is_passed_by_no_more_than_one_reservation(
 
 
 @pytest.mark.parametrize(
-    ("cap", "said", "relayed_bytes", "seconds", "booked"),
+    ("outcome", "cap", "said", "relayed_bytes", "seconds", "booked"),
     [
-        # Nothing said: all that the request allowed, however little came.
-        (900, 0, 0, 0.0, 900),
-        (900, 0, 1600, 1.0, 900),
+        # Before the end was told: all that the request allowed, however little came, and whatever was said at the start.
+        (Outcome.CUT, 900, 0, 0, 0.0, 900),
+        (Outcome.CUT, 900, 0, 1600, 1.0, 900),
+        (Outcome.CUT, 900, 1, 1600, 60.0, 900),
+        (Outcome.CUT, 900, 950, 1600, 60.0, 950),
         # No limit in the request: by the time or by the bytes, and never more than was left.
-        (None, 0, 0, 3.0, 300),
-        (None, 0, 8000, 3.0, 500),
-        (None, 0, 0, 3600.0, 1000),
-        # Said: what was said or what the bytes say, whichever is more.
-        (900, 1, 1600, 60.0, 100),
-        (900, 200, 1600, 60.0, 200),
-        (None, 1, 1600, 60.0, 100),
+        (Outcome.CUT, None, 0, 0, 3.0, 300),
+        (Outcome.CUT, None, 1, 0, 3.0, 300),
+        (Outcome.CUT, None, 0, 8000, 3.0, 500),
+        (Outcome.CUT, None, 0, 0, 3600.0, 1000),
+        # Told: what was said or what the bytes say, whichever is more.
+        (Outcome.CUT_LATE, 900, 1, 1600, 60.0, 100),
+        (Outcome.CUT_LATE, 900, 200, 1600, 60.0, 200),
+        (Outcome.CUT_LATE, None, 1, 1600, 60.0, 100),
     ],
 )
 def test_what_a_cut_request_made_is_told_by_the_provider_or_assumed(
-    cap: int | None, said: int, relayed_bytes: int, seconds: float, booked: int
+    outcome: Outcome, cap: int | None, said: int, relayed_bytes: int, seconds: float, booked: int
 ) -> None:
     account = ModelAccount(ModelBudget(input_tokens=500, output_tokens=1000), Usage())
     reservation = account.reserve(50, cap)
     assert isinstance(reservation, Reservation)
-    account.settle(
-        reservation, TokenUsage(output_tokens=said), Outcome.CUT, relayed_bytes=relayed_bytes, seconds=seconds
-    )
+    account.settle(reservation, TokenUsage(output_tokens=said), outcome, relayed_bytes=relayed_bytes, seconds=seconds)
     assert account.usage() == Usage(input_tokens=50, output_tokens=booked)
     assert account._reserved_input == account._reserved_output == 0
 
