@@ -268,13 +268,14 @@ class App:
         """SIGHUP: read sessions, key and nameservers anew; what cannot be read leaves the old in force."""
         notify_reloading()
         # Each by itself: a session that was taken out of the file must not stay because a key cannot be read.
-        for read in (self._reload_sessions, self._key.reload, self.gateway.model.reload_keys):
+        reads = (self._reload_sessions, self._key.reload, *(key.reload for key in self.gateway.model.keys.values()))
+        for read in reads:
             try:
                 read()
             except (ModelKeyError, SettingsError) as error:
                 log.error("reload: %s", error)
         services.resolver.reload()
-        services.facts = self._facts()
+        self._renew_facts(services)
         notify("READY=1")
         log.info("reloaded")
 
@@ -287,14 +288,17 @@ class App:
     async def _keep_facts_current(self, services: Services) -> None:
         while True:
             await asyncio.sleep(REFRESH_S)
-            try:
-                addresses = read_own_addresses()
-            except OSError as error:
-                # The last known addresses stay refused.
-                log.error("this host's addresses cannot be read: %s", error.strerror)
-                continue
-            if addresses != services.facts.own_addresses:
-                services.facts = self._facts()
+            self._renew_facts(services)
+
+    def _renew_facts(self, services: Services) -> None:
+        try:
+            facts = self._facts()
+        except OSError as error:
+            # The last known addresses stay refused.
+            log.error("this host's addresses cannot be read: %s", error.strerror)
+            return
+        if facts != services.facts:
+            services.facts = facts
 
 
 async def _close(ports: list[Callable[[], Awaitable[None] | None]]) -> None:

@@ -98,13 +98,13 @@ class ModelProxy:
             SHAPES[model.shape], model.upstream, self._pool(model.upstream, model.ca_file), default_key
         )
         # A further provider has a key file or, as a local model server may, no key.
-        self._keys = {each.name.encode(): ModelKey(each.api_key_file, {}) for each in model.provider}
+        self.keys = {each.name.encode(): ModelKey(each.api_key_file, {}) for each in model.provider}
         self.providers = {
             each.name.encode(): Provider(
                 SHAPES[each.shape],
                 each.upstream,
                 self._pool(each.upstream, each.ca_file),
-                self._keys[each.name.encode()],
+                self.keys[each.name.encode()],
             )
             for each in model.provider
         }
@@ -146,11 +146,6 @@ class ModelProxy:
             limit=self.limits.model_upstream_connections,
             connect_timeout_s=self.limits.model_connect_timeout_ms / 1000,
         )
-
-    def reload_keys(self) -> None:
-        """Read the keys of the further providers anew; requests in flight keep theirs. Raises ModelKeyError."""
-        for key in self._keys.values():
-            key.reload()
 
     # --- clients and their clock
 
