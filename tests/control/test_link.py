@@ -1,19 +1,25 @@
 """Grants are in force when they are said to be, whatever happens to the gateway or the connection."""
 
 import asyncio
+import re
+import select
 import tempfile
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
-from control.link import GatewayLink, GatewayUnavailableError, GrantRefusedError, UsageBook
+from control.link import FIRST_RETRY_S, GatewayLink, GatewayUnavailableError, GrantRefusedError, UsageBook
 from control.plan.grants import latest, policy_digest
 from control.spec import SandboxSpec
+from gateway.contract.framing import FrameReader, encode
+from gateway.contract.limits import GatewayLimits
+from gateway.contract.messages import PROTOCOL_VERSION, Ack, FromControl, Snapshot, Welcome
 from gateway.contract.policy import EgressBudget, Grant, NetworkLevel, Usage
-from gateway.runtime.addresses import UnixAddress
+from gateway.runtime.addresses import UnixAddress, listen
 from tests.control.conftest import until
 from tests.support.fake_gateway import FakeGateway
+from tests.support.paths import CHECKOUT
 from tests.support.patience import PATIENCE_S
 
 
@@ -152,3 +158,45 @@ def test_the_digest_of_a_policy_is_the_same_in_every_release() -> None:
     # A container outlives an upgrade of control, and is stopped when the digest on its label is not its session's.
     policy = SandboxSpec(image="a", allow=("x",), network=NetworkLevel.OPEN, egress_budget=EgressBudget(5, 6))
     assert policy_digest(policy) == "a7525b9b30e099ab"
+
+
+async def test_after_a_crash_of_the_gateway_the_grants_are_the_first_thing_that_the_next_one_gets(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of all waits between a crash and the grants only two are timers of ours: together they are below a second."""
+    path = tmp_path / "gateway.sock"
+    # As systemd does: the socket outlives the process.
+    with listen(UnixAddress(str(path))) as listening:
+        link = GatewayLink(UnixAddress(str(path)), UsageBook())
+        link.hold([grant("s1")])
+        naps: list[float] = []
+        sleep = asyncio.sleep
+
+        async def noted(seconds: float) -> None:
+            if asyncio.current_task() is running:
+                naps.append(seconds)
+            await sleep(seconds)
+
+        monkeypatch.setattr(asyncio, "sleep", noted)
+        running = asyncio.create_task(link.run())
+        for crashes in range(3):
+            # It is there before a gateway is, and none has to wait for it.
+            await until(lambda: bool(select.select([listening], [], [], 0)[0]), "control at the socket")
+            async with asyncio.timeout(PATIENCE_S):
+                sock, _ = await asyncio.get_running_loop().sock_accept(listening)
+                reader, writer = await asyncio.open_unix_connection(sock=sock)
+                writer.write(encode(Welcome(PROTOCOL_VERSION, f"epoch{crashes}")))
+                brought = await FrameReader[FromControl](reader, FromControl).read()
+                assert isinstance(brought, Snapshot)
+                assert [each.session for each in brought.grants] == ["s1"]
+                writer.write(encode(Ack(brought.serial)))
+                await until(lambda: link.connected, "the acknowledgement")
+                writer.close()
+                await until(lambda: not link.connected, "the end of the connection")
+        running.cancel()
+        await asyncio.gather(running, return_exceptions=True)
+    unit = (CHECKOUT / "systemd/opificia-gateway.service").read_text()
+    restart_s = int(re.findall(r"^RestartSec=(\d+)ms$", unit, re.MULTILINE)[0]) / 1000
+    assert len(naps) in (2, 3)
+    assert max(naps) <= FIRST_RETRY_S
+    assert FIRST_RETRY_S + restart_s < 1 < GatewayLimits().resync_wait_ms / 1000

@@ -1,6 +1,7 @@
 """A reload puts a new process in the place of the running one: tunnels move, and a model stream ends where it began."""
 
 import asyncio
+import contextlib
 import os
 import re
 import shutil
@@ -375,6 +376,25 @@ async def test_a_revocation_is_answered_with_what_an_old_process_used_until_it_c
                 assert (last.final, last.usage.model_requests, last.usage.input_tokens) == (True, 1, 7)
             await first.close()
             await second.close()
+
+
+async def test_an_old_process_keeps_nothing_for_longer_than_a_stream_may_last() -> None:
+    async def begin_to_answer(exchange: Exchange) -> None:
+        await exchange.answer(b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n")
+        await exchange.reader.read()
+
+    # Of all that goes on in it only this has no end of its own before the limit.
+    with gateway_process({"limits": {"model_total_timeout_ms": 500}}, stored=8) as gateway:
+        async with origin(begin_to_answer) as server, await gateway.client() as client:
+            await client.send(ask(server))
+            await client.reader.readuntil(b"\r\n\r\n")
+            await reloaded(gateway)
+            assert gateway.manager is not None
+            await until(gateway.manager.drained)
+            assert "the time to drain is over: what still went on here is cut, 1 in number" in gateway.log()
+            with contextlib.suppress(ConnectionError):
+                assert await client.reader.read() == b""
+            assert (await gateway.await_audit("s1", event="close", kind="http"))["reason"] == "shutdown"
 
 
 async def test_the_old_process_ends_at_once_with_the_service() -> None:
