@@ -27,10 +27,11 @@ _READ: Final = frozenset(
 )
 # Where a request line has its target, also in a line that is otherwise none.
 _find_target: Final = re.compile(rb"[\x21-\x7e]{1,64} +([\x21-\x7e\x80-\xff]+)").match
-# RFC 9110 §8.3, with no parameter but a charset that gives the bytes of JSON the one reading they have here: UTF-8.
-_match_utf8_type: Final = re.compile(
-    rb"""%b+/%b+(?:[ \t]*;[ \t]*charset=(?P<quote>"?)(?:utf-?8|us-ascii)(?P=quote))?"""
-    % ((rb"[!#$%&'*+\-.^_`|~0-9a-z]",) * 2),
+# RFC 9110 §8.3: JSON (RFC 6839 §3.1 with its suffix), and no parameter but a charset that gives its bytes the one reading they
+# have here: UTF-8. What is called a form is read as one, and `{"model":"a","x":"&model=b"}` is a form as well.
+_match_json_type: Final = re.compile(
+    rb"""application/(?:json|%b+\+json)(?:[ \t]*;[ \t]*charset=(?P<quote>"?)(?:utf-?8|us-ascii)(?P=quote))?"""
+    % rb"[!#$%&'*+\-.^_`|~0-9a-z]",
     re.IGNORECASE,
 ).fullmatch
 
@@ -58,15 +59,16 @@ class Destination:
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """Who says to ask, what is to happen to the connection, and whether the body is anything but plain UTF-8.
+    """Who says to ask, what is to happen to the connection, and whether the body is said to be anything but JSON in UTF-8.
 
-    `encoded`: it has a content coding, or another charset, or nobody can tell. Two readers could take it differently.
+    `is_foreign`: it has a content coding, another media type or charset, or nobody can tell. Two readers could take it
+    differently. A body that is not said to be of any type is no foreign one: nobody takes such a body for a form.
     """
 
     token: str
     close: bool
     expects_continue: bool
-    encoded: bool
+    is_foreign: bool
 
 
 class Request(msgspec.Struct, frozen=True):
@@ -242,15 +244,15 @@ def _read_terms(head: Head, route: Route, framing: BodyFraming) -> Terms:
         raise _malformed("The only expectation that can be met is 100-continue")
     token = _read_token(found.get(b"x-api-key", []), found.get(b"authorization", []))
     close = any(b"close" in value.lower() for value in found.get(b"connection", ()))
-    return Terms(token, close, bool(expectations), _is_encoded(found))
+    return Terms(token, close, bool(expectations), _is_foreign(found))
 
 
-def _is_encoded(found: Mapping[bytes, list[bytes]]) -> bool:
+def _is_foreign(found: Mapping[bytes, list[bytes]]) -> bool:
     if any(value.lower() not in (b"", b"identity") for value in found.get(b"content-encoding", ())):
         return True
     # In UTF-7 `+ACI-` is a quotation mark: a server that believes the charset finds keys where JSON has a string.
     kinds = found.get(b"content-type", ())
-    return len(kinds) > 1 or any(_match_utf8_type(kind) is None for kind in kinds)
+    return len(kinds) > 1 or any(_match_json_type(kind) is None for kind in kinds)
 
 
 def _read_token(keys: list[bytes], authorizations: list[bytes]) -> str:

@@ -76,11 +76,11 @@ class Exchange:
         The provider is asked at once, unless the body must be read first.
         """
         if self._ask.must_read:
-            if self._ask.request.terms.encoded:
+            if self._ask.request.terms.is_foreign:
                 self.refuse(
                     ModelRefusal(
                         DenyReason.UNSUPPORTED_ENCODING,
-                        "This session's request bodies must be plain UTF-8 JSON, not compressed",
+                        "This session's request bodies must be application/json in UTF-8, not compressed",
                     )
                 )
                 return b""

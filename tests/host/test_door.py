@@ -84,7 +84,10 @@ def test_the_official_sdk_streams_with_nothing_but_the_environment(agent: Sandbo
 
 def test_model_tokens_are_counted_to_the_session(agent: Sandbox) -> None:
     before = agent.view().usage or Usage()
-    ask = 'curl -sS $ANTHROPIC_BASE_URL/v1/messages -H "authorization: Bearer $ANTHROPIC_AUTH_TOKEN" -d @-'
+    ask = (
+        'curl -sS $ANTHROPIC_BASE_URL/v1/messages -H "authorization: Bearer $ANTHROPIC_AUTH_TOKEN"'
+        ' -H "content-type: application/json" -d @-'
+    )
     body = '{"model": "claude-haiku-4-5", "max_tokens": 10, "messages": [{"role": "user", "content": "hello"}]}'
     assert '"usage"' in agent.run("sh", "-c", ask, stdin=body).stdout
 

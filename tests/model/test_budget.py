@@ -213,12 +213,21 @@ READ_OTHERWISE = [
     ("Content-Type:",),
     ("Content-Type: application/json", "Content-Type: application/json"),
     ("Content-Type: application/json", "content-type: application/json; charset=utf-7"),
+    # What curl calls every body: a form.
+    ("Content-Type: application/x-www-form-urlencoded",),
+    ("Content-Type: multipart/form-data",),
+    ("Content-Type: multipart/form-data; boundary=x",),
+    ("Content-Type: text/plain",),
+    ("Content-Type: text/json",),
+    ("Content-Type: application/octet-stream",),
+    ("Content-Type: application/jsonl",),
+    ("Content-Type: application/+json",),
 ]
 
 
 @pytest.mark.parametrize("rule", [{"models": ("*",)}, {"budget": ModelBudget(output_tokens=1000)}])
 @pytest.mark.parametrize("headers", READ_OTHERWISE)
-async def test_under_a_rule_a_body_that_may_be_in_another_charset_is_refused(
+async def test_under_a_rule_a_body_of_another_type_or_charset_than_json_in_utf_8_is_refused(
     headers: tuple[str, ...], rule: dict[str, Any], provider: FakeProvider
 ) -> None:
     async with running_proxy(f"http://127.0.0.1:{provider.port}", **rule) as proxy:
@@ -229,7 +238,7 @@ async def test_under_a_rule_a_body_that_may_be_in_another_charset_is_refused(
     assert provider.requests == []
 
 
-async def test_without_a_rule_the_charset_of_a_body_is_the_providers_business(provider: FakeProvider) -> None:
+async def test_without_a_rule_the_type_of_a_body_is_the_providers_business(provider: FakeProvider) -> None:
     async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy:
         for headers in READ_OTHERWISE:
             # This provider refuses two headers by itself.
@@ -247,8 +256,6 @@ async def test_without_a_rule_the_charset_of_a_body_is_the_providers_business(pr
         "Application/JSON; Charset=US-ASCII",
         "application/json; charset=utf8",
         "application/vnd.api+json",
-        # What curl calls every body.
-        "application/x-www-form-urlencoded",
     ],
 )
 async def test_under_a_rule_a_body_in_utf_8_is_read(kind: str, provider: FakeProvider) -> None:
