@@ -59,8 +59,9 @@ def read(path: Path, after: int = 0, *, repair: bool = True) -> list[StoredEvent
     found = []
     for line in data[:whole].splitlines():
         try:
-            event = _decoder.decode(line)
-        except (msgspec.MsgspecError, RecursionError):
+            # As text: of the documents in it msgspec would not look whether they are any.
+            event = _decoder.decode(line.decode())
+        except (ValueError, RecursionError):
             # Not written by us; what follows cannot be trusted to continue the numbers.
             break
         if event.number > after:

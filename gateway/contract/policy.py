@@ -1,7 +1,7 @@
 """What a session may do, as control grants it and the gateway enforces it. A grant is whole: it replaces the one before."""
 
 import enum
-from typing import Final
+from typing import Annotated, Final
 
 import msgspec
 
@@ -45,18 +45,25 @@ def budget_problems(egress: EgressBudget, model: ModelBudget) -> list[str]:
     return problems
 
 
-class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a session has used. Cumulative, never a difference, so that a message repeated or lost changes nothing."""
+# Of what was used; of a message with another it is none of the contract.
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
-    egress_bytes_up: int = 0
-    egress_bytes_down: int = 0
-    egress_allowed: int = 0
-    egress_refused: int = 0
-    model_requests: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    cache_read_tokens: int = 0
-    cache_write_tokens: int = 0
+
+class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a session has used. Cumulative, never a difference, so that a message repeated or lost changes nothing.
+
+    Never negative where it is read: that would fill a budget up again.
+    """
+
+    egress_bytes_up: Count = 0
+    egress_bytes_down: Count = 0
+    egress_allowed: Count = 0
+    egress_refused: Count = 0
+    model_requests: Count = 0
+    input_tokens: Count = 0
+    output_tokens: Count = 0
+    cache_read_tokens: Count = 0
+    cache_write_tokens: Count = 0
 
     @property
     def egress_bytes(self) -> int:

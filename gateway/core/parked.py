@@ -19,7 +19,7 @@ from gateway.core.authority import AuthorityError, parse_authority
 
 # To be raised with every change of the structs below, or of the messages in `gateway/channel.py`. A record of another version is refused: it says nothing that this
 # one could rely on.
-VERSION: Final = 3
+VERSION: Final = 4
 # A snapshot of 10,000 sessions is about 10 MB, what 10,000 tunnels hold at most 640 MB; more is no record of ours.
 MAX_BYTES: Final = 1 << 30
 

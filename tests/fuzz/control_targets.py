@@ -1,6 +1,5 @@
-"""Targets in control: what a runner says, what a container prints and leaves, what the gateway says; and a torn journal."""
+"""Targets in control: what a runner says, what a container prints and leaves; and a torn journal."""
 
-import asyncio
 import contextlib
 import tempfile
 from pathlib import Path
@@ -12,8 +11,6 @@ from control.docker.demultiplex import Demultiplexer
 from control.docker.types import EngineError
 from control.runner.messages import FrameError, Output, decode
 from control.sessions import journal
-from gateway.contract.framing import FrameReader, FramingError, encode
-from gateway.contract.messages import FromControl, FromGateway
 from tests.fuzz.properties import pieces
 
 _MAX_UNPACKED = 1 << 20
@@ -34,29 +31,6 @@ def runner_frame(data: bytes) -> None:
         return
     assert refused.reason in ("malformed", "unknown_type", "invalid")
     assert len(str(refused)) < 1_000
-
-
-def contract(data: bytes) -> None:
-    """`FrameReader`: whole messages of either side, or the end of the connection."""
-
-    async def read(kind: object) -> None:
-        stream = asyncio.StreamReader()
-        stream.feed_data(data)
-        stream.feed_eof()
-        reader = FrameReader[object](stream, kind)
-        taken = b""
-        try:
-            while (message := await reader.read()) is not None:
-                taken += encode(message)
-        except FramingError:
-            pass
-
-    loop = asyncio.new_event_loop()
-    try:
-        for kind in (FromControl, FromGateway):
-            loop.run_until_complete(read(kind))
-    finally:
-        loop.close()
 
 
 def archive(data: bytes) -> None:
@@ -109,6 +83,7 @@ def journaled(data: bytes) -> None:
         kept = path.read_bytes()
         assert kept == data[: data.rfind(b"\n") + 1]
         assert all(each.number > 0 for each in found)
+        assert all(msgspec.json.encode(each.event).decode() for each in found)
         if found and len(found) == kept.count(b"\n"):
             journal.append(path, found[-1:])
             assert journal.read(path) == [*found, found[-1]]
@@ -116,7 +91,6 @@ def journaled(data: bytes) -> None:
 
 CONTROL_TARGETS = {
     "runner_frame": runner_frame,
-    "contract": contract,
     "archive": archive,
     "output": output,
     "journal": journaled,

@@ -8,6 +8,7 @@ from gateway.core.clienthello import ClientHello, HelloError, parse_client_hello
 from gateway.core.head import MAX_HEADERS, Head, HeadError, body_framing, parse_head
 from gateway.core.proxy_header import MAX_PROXY_HEADER_BYTES, ProxyHeader, ProxyHeaderError, parse_proxy_header
 from tests.fuzz.client_targets import CLIENT_TARGETS
+from tests.fuzz.contract_targets import CONTRACT_TARGETS
 from tests.fuzz.control_targets import CONTROL_TARGETS
 from tests.fuzz.docker_targets import DOCKER_TARGETS
 from tests.fuzz.handover_targets import HANDOVER_TARGETS
@@ -111,6 +112,7 @@ TARGETS: Final[dict[str, Target]] = {
     **PLAIN_TARGETS,
     **IDENTITY_TARGETS,
     **HANDOVER_TARGETS,
+    **CONTRACT_TARGETS,
     **CONTROL_TARGETS,
     **DOCKER_TARGETS,
     **CLIENT_TARGETS,

@@ -13,6 +13,8 @@ RUNS = int(os.environ.get("OPIFICIA_FUZZ_RUNS", "3000"))
 # These write files, run a loop or read by others' parsers: one run of theirs takes as long as so many of another.
 COSTS = {
     "alignment": 4,
+    "contract": 3,
+    "grants": 2,
     "answer": 5,
     "archive": 20,
     "dns_answer": 8,
@@ -25,6 +27,7 @@ COSTS = {
     "redacted_reply": 3,
     "registries": 3,
     "shown_stream": 15,
+    "settings": 3,
     "spec": 2,
     "terminal": 2,
 }

@@ -12,6 +12,7 @@ from gateway.core.parked import VERSION, Parked
 DIGESTS: Final = {
     2: "574e7ef58501fdf1ff4090c5606e3cc61547785c049dcbb2229685074441a975",
     3: "888a4129a51e211bad494606277ce67f40e28026f815a70a74d458263c4d25dd",
+    4: "7d6fbb3e0243affdc4b0257cfca1162ecc3089c9116f7692c2713f515dfb5832",
 }
 
 
