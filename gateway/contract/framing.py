@@ -38,13 +38,15 @@ class FrameReader(Generic[Message]):
 
         Raises FramingError on a frame that is cut, too long or not of the contract.
         """
+        head = b""
         try:
-            (length,) = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+            head = await self._reader.readexactly(_LENGTH.size)
+            (length,) = _LENGTH.unpack(head)
             if length > MAX_FRAME_BYTES:
                 raise FramingError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
             body = await self._reader.readexactly(length)
         except asyncio.IncompleteReadError as error:
-            if not error.partial:
+            if not head and not error.partial:
                 return None
             raise FramingError("the connection ended inside a frame") from error
         try:
