@@ -48,6 +48,8 @@ class Ending:
             self._gateway.model.hand_back()
             self._gateway.model.drain()
             await self._until(lambda: self._is_only_movable() and not _streams(predecessor), end)
+            # From here on what comes waits in the listening socket: what began now would have nobody to wait for its end.
+            self._listener.stop()
             # What they used, here and in the process before, belongs into the record.
             await self._services.handover.close()
             await self._gateway.model.close()

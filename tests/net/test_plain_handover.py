@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import pytest
 from gateway.core.parked import VERSION
 from tests.model.wire import Client as ModelClient
 from tests.model.wire import Peer, scripted
+from tests.net.test_contract import contracted
 from tests.net.test_handover import restarted, until, was_read
 from tests.net.test_model import message
 from tests.net.test_plain import GOOD, HTTP_ADDRESS, ask, tunnel
@@ -164,6 +166,19 @@ async def test_a_tunnel_to_port_80_that_begins_while_the_gateway_leaves_goes_on_
                 await restarting
                 assert (await client.reply()).body == b"hello"
                 assert (await client.ask(GET)).body == b"hello"
+
+
+async def test_a_request_that_waits_for_the_sessions_at_a_reload_is_answered(tmp_path: Path) -> None:
+    async with contracted(tmp_path, stored=8, limits={"resync_wait_ms": 2_000}) as (gateway, _):
+        async with await gateway.client() as plain, await gateway.client() as model:
+            await plain.send(ask("127.0.0.1:9"))
+            await model.send(message())
+            for client in (plain, model):
+                await until(lambda client=client: was_read(client))  # type: ignore[misc]
+            await reloaded(gateway)
+            # Control tells the next process only, so this one cannot serve them; but it says so.
+            assert (await plain.reply()).reason == "not_ready"
+            assert (await model.reply()).reason == "not_ready"
 
 
 async def test_requests_of_one_sandbox_that_wait_for_the_next_process_take_no_room_from_others_and_all_are_answered() -> (
