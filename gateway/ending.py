@@ -19,6 +19,8 @@ from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.ending")
 
+# How long a client that is slow to take a reply keeps a reload, and the HTTP connections that have paused for it, waiting.
+FLUSH_S: Final = 0.5
 # How often draining looks whether all has ended.
 _POLL_S: Final = 0.05
 # What an end or a reload may take beside its waits: last words, the manager's answer (fdstore.barrier), a busy machine.
@@ -76,7 +78,8 @@ class Ending:
             await self._until(self._is_joined, end)
             # Only now: nobody serves those that pause.
             self._services.end_relays(keep=True)
-            await self._until(self._is_paused, end)
+            await self._until(self._is_paused, self._services.loop.time() + FLUSH_S)
+            await self._until(self._is_paused_but_for_unread, end)
             self._gateway.model.hand_back()
             record, descriptors = self._parking.pack(own, passed)
             successor.hand(record, descriptors)
@@ -162,6 +165,9 @@ class Ending:
 
     def _is_paused(self) -> bool:
         return not any(relay.will_pause for relay in self._services.relays)
+
+    def _is_paused_but_for_unread(self) -> bool:
+        return not any(relay.will_pause and relay.is_sent for relay in self._services.relays)
 
     def _has_unknown(self) -> bool:
         """Whether there are requests of which it is not known yet whose they are; no session counts them."""

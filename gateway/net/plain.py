@@ -333,8 +333,13 @@ class PlainRelay:
 
     @property
     def will_pause(self) -> bool:
-        """Whether it pauses as soon as it gets its turn: no request is being answered, and no reply being sent."""
-        return self._pauses and not (self._is_serving or (self._client.is_connected and self._client.has_unsent))
+        """Whether it pauses when its last reply is sent: no request is being answered."""
+        return self._pauses and not self._is_serving
+
+    @property
+    def is_sent(self) -> bool:
+        """Whether the client has taken all of the last reply."""
+        return not (self._client.is_connected and self._client.has_unsent)
 
     def drain(self) -> None:
         """Notice that the gateway leaves or ends: no request is taken after the present one."""
