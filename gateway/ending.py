@@ -89,6 +89,9 @@ class Ending:
             notify("READY=1")
             return None
         self._let_go()
+        # At once: what pauses or is handed back from here on has nobody to take it up.
+        self._gateway.model.drain()
+        self._services.end_relays(keep=False)
         log.info("the next process has %d connections; this one ends with its last stream", record.connections)
         successor.begin(self._gateway.registry)
         return successor
@@ -111,12 +114,11 @@ class Ending:
         loop = self._services.loop
         registry = self._gateway.registry
         following = loop.create_task(successor.follow(registry))
-        self._gateway.model.drain()
-        self._services.end_relays(keep=False)
         end = loop.time() + self._gateway.config.limits.model_total_timeout_ms / 1000
         is_told = False
         why = ""
-        while not why and not (self._is_nothing() and not _streams(predecessor)):
+        # Last replies too: what is unread when a process ends would take them along.
+        while not why and not (self._is_nothing() and not self._services.lingering and not _streams(predecessor)):
             if self._stopping.is_set() and not is_told:
                 is_told = True
                 end = min(end, loop.time() + self._drain_s)

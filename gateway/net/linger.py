@@ -46,6 +46,9 @@ class Lingering:
         self._poller = poller
         self._deadlines: Deadlines[_Ending] = Deadlines(loop, LINGER_S, self.end)
 
+    def __len__(self) -> int:
+        return len(self._deadlines)
+
     def close_with(self, sock: socket.socket, reply: bytes) -> None:
         """Send `reply` on a non-blocking socket, then close it, kindly if there is room.
 
@@ -92,5 +95,7 @@ class Lingering:
         sock.close()
 
     def close(self) -> None:
-        """Stop the timer; what still lingers goes with the process."""
+        """Close them all."""
+        for ending in list(self._deadlines):
+            self._close(ending.sock)
         self._deadlines.close()

@@ -2,6 +2,7 @@
 
 import asyncio
 import shutil
+import time
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from gateway.core.parked import VERSION
+from gateway.net.linger import LINGER_S
 from tests.model.wire import Client as ModelClient
 from tests.model.wire import Peer, scripted
 from tests.net.test_contract import contracted
@@ -166,6 +168,29 @@ async def test_a_tunnel_to_port_80_that_begins_while_the_gateway_leaves_goes_on_
                 await restarting
                 assert (await client.reply()).body == b"hello"
                 assert (await client.ask(GET)).body == b"hello"
+
+
+async def test_the_process_before_stays_until_its_last_reply_had_the_time_to_be_read() -> None:
+    released = asyncio.Event()
+
+    async def answer_late(exchange: Exchange) -> None:
+        await released.wait()
+        await say_hello(exchange)
+
+    with gateway_process(stored=8) as gateway:
+        assert gateway.manager is not None
+        async with origin(answer_late) as server, await gateway.client() as client:
+            await client.send(ask(server))
+            await server.until(lambda: bool(server.heads))
+            await reloaded(gateway)
+            released.set()
+            reply = await client.reply()
+            assert (reply.body, reply.headers["connection"]) == (b"hello", "close")
+            assert await client.read_to_end() == b""
+            # What the client sends to a process that has ended is answered by a reset, which takes an unread reply along.
+            began = time.monotonic()
+            await until(gateway.manager.drained)
+            assert time.monotonic() - began > LINGER_S / 2
 
 
 async def test_a_request_that_waits_for_the_sessions_at_a_reload_is_answered(tmp_path: Path) -> None:
