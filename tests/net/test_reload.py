@@ -4,9 +4,7 @@ import asyncio
 import contextlib
 import os
 import re
-import shutil
 import signal
-import socket
 from collections import defaultdict
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -15,18 +13,15 @@ from pathlib import Path
 import pytest
 
 from gateway.contract.policy import Grant
-from gateway.core.parked import VERSION
 from tests.model.wire import STREAM_HEAD, Peer, chunked, scripted
 from tests.net.test_contract import Control, contracted, grant
 from tests.net.test_handover import until
 from tests.net.test_model import KEY, connected, message, write_key
 from tests.net.test_plain import ask
 from tests.net.test_tunnel import opened
-from tests.support.code import readable_code
 from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.origin import Exchange, origin, say_hello
 from tests.support.patience import PATIENCE_S
-from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import echo_server
 
 START = b'event: message_start\ndata: {"type":"message_start","message":{"model":"m","usage":{"input_tokens":7,"output_tokens":1}}}\n\n'
@@ -189,54 +184,6 @@ async def test_connections_are_served_during_a_reload_without_a_gap() -> None:
             await asyncio.gather(*tasks)
             assert served
             assert {line["reason"] for line in gateway.audit("s1") if line["event"] == "close"} <= {"done", "reset"}
-
-
-async def test_what_the_new_process_cannot_start_with_leaves_the_old_one_in_place() -> None:
-    with gateway_process(stored=8) as gateway:
-        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
-            first = gateway.pid
-            gateway.config["limits"]["drain_ms"] = "soon"
-            gateway.write_files()
-            with pytest.raises(ConditionTimeoutError, match="not replaced"):
-                await reloaded(gateway)
-            assert gateway.pid == first
-            assert "this gateway goes on" in gateway.log()
-            await client.send(b"x")
-            assert await client.read_exactly(1) == b"x"
-            gateway.config["limits"]["drain_ms"] = 100
-            gateway.write_files()
-            await reloaded(gateway)
-            assert gateway.pid != first
-            await client.send(b"y")
-            assert await client.read_exactly(1) == b"y"
-
-
-@pytest.mark.parametrize("place", ["metrics", "sandbox"])
-async def test_an_address_that_another_program_has_leaves_the_old_process_and_its_tunnels_in_place(place: str) -> None:
-    with gateway_process(stored=8) as gateway, socket.create_server(("127.0.0.1", 0)) as taken:
-        manager = gateway.manager
-        assert manager is not None
-        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
-            first, before = gateway.pid, gateway.config["listen"][place]
-            gateway.config["listen"][place] = f"127.0.0.1:{taken.getsockname()[1]}"
-            gateway.write_files()
-            with pytest.raises(ConditionTimeoutError, match="not replaced"):
-                await reloaded(gateway)
-            assert gateway.pid == first
-            assert "Address already in use; stop what uses it" in gateway.log()
-            why = "the other gateway ended before it took over; its own messages say why; this gateway goes on"
-            assert f"reload: {why}" in gateway.log()
-            await client.send(b"x")
-            assert await client.read_exactly(1) == b"x"
-            async with await opened(gateway, f"127.0.0.1:{server.port}") as other:
-                await other.send(b"y")
-                assert await other.read_exactly(1) == b"y"
-            gateway.config["listen"][place] = before
-            gateway.write_files()
-            await reloaded(gateway)
-            assert gateway.pid != first
-            await client.send(b"z")
-            assert await client.read_exactly(1) == b"z"
 
 
 # Granted no more, or under a policy under which the stream was not let in.
@@ -473,68 +420,3 @@ async def test_only_the_main_process_feeds_the_watchdog() -> None:
             await client.reply()
         await until(manager.drained)
         assert "Traceback" not in gateway.log()
-
-
-def code_with(gateway: GatewayProcess, old: str, new: str) -> Path:
-    """Return a folder with the gateway's code, in which the record's module says something else."""
-    folder = gateway.base / "other"
-    shutil.copytree(readable_code() / "gateway", folder / "gateway", ignore=shutil.ignore_patterns("__pycache__"))
-    module = folder / "gateway/core/parked.py"
-    text = module.read_text()
-    assert old in text
-    module.write_text(text.replace(old, new))
-    return folder
-
-
-async def test_a_record_that_nobody_would_read_is_found_out_before_anything_is_let_go() -> None:
-    with gateway_process({"limits": {"drain_ms": 300}}, stored=8) as gateway:
-        manager = gateway.manager
-        assert manager is not None
-        manager.environment["PYTHONPATH"] = str(
-            code_with(gateway, "MAX_BYTES: Final = 1 << 30", "MAX_BYTES: Final = 99")
-        )
-        await asyncio.to_thread(gateway.restart)
-        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
-            first = gateway.pid
-            with pytest.raises(ConditionTimeoutError, match="not replaced"):
-                await reloaded(gateway)
-            assert gateway.pid == first
-            assert re.search(r"reload: .* a record of \d+ bytes, more than 99; this gateway goes on", gateway.log())
-            await client.send(b"x")
-            assert await client.read_exactly(1) == b"x"
-            await asyncio.to_thread(manager.stop)
-            assert re.search(r"a record of \d+ bytes, more than 99; what is open is drained", gateway.log())
-            assert await client.read_to_end() == b""
-            # It has ended as it should: the next one will not say that it crashed.
-            assert manager.names == []
-            assert (await gateway.await_audit("s1", event="close"))["reason"] == "shutdown"
-
-
-async def test_a_release_with_another_record_leaves_a_reload_undone_and_cuts_tunnels_at_a_restart_only() -> None:
-    with gateway_process(stored=8) as gateway:
-        manager = gateway.manager
-        assert manager is not None
-        # As /opt/opificia/current: what it leads to changes under the running process.
-        current = gateway.base / "current"
-        newer = code_with(gateway, f"VERSION: Final = {VERSION}", f"VERSION: Final = {VERSION + 1}")
-        current.symlink_to(readable_code())
-        manager.environment["PYTHONPATH"] = str(current)
-        await asyncio.to_thread(gateway.restart)
-        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
-            current.unlink()
-            current.symlink_to(newer)
-            first = gateway.pid
-            with pytest.raises(ConditionTimeoutError, match="not replaced"):
-                await reloaded(gateway)
-            assert gateway.pid == first
-            await client.send(b"x")
-            assert await client.read_exactly(1) == b"x"
-            await asyncio.to_thread(gateway.restart)
-            assert await client.read_to_end() == b""
-            wrong = f"it is of version {VERSION}, and this gateway reads version {VERSION + 1}"
-            assert gateway.log().count(wrong) == 2
-            assert (await gateway.await_audit("s1", event="close"))["reason"] == "shutdown"
-            async with await opened(gateway, f"127.0.0.1:{server.port}") as other:
-                await reloaded(gateway)
-                await other.send(b"y")
-                assert await other.read_exactly(1) == b"y"
