@@ -15,7 +15,7 @@ from gateway.core.model_budget import ModelAccount, Outcome, Reservation
 from gateway.core.model_request import Opening, RequestReader, RequestRules
 from gateway.core.providers import ANTHROPIC
 from gateway.core.redact import Redactor
-from gateway.core.usage import JsonUsage, StreamUsage, TokenUsage
+from gateway.core.usage import JsonUsage, Kept, StreamUsage, TokenUsage
 
 _REPLY_HEAD = (
     b"HTTP/1.1 200 OK\r\nDate: Mon, 01 Jun 2026 00:00:00 GMT\r\nContent-Type: text/event-stream; charset=utf-8\r\n"
@@ -79,7 +79,7 @@ def test_pass_on_the_head_of_a_reply(benchmark: BenchmarkFixture) -> None:
 
 @pytest.mark.parametrize("piece", [_DELTA, _DELTA * 8, _DELTA[:60]], ids=["an-event", "eight-events", "half-an-event"])
 def test_scan_events_without_usage(benchmark: BenchmarkFixture, piece: bytes) -> None:
-    reader = StreamUsage()
+    reader = StreamUsage(Kept())
 
     def scan() -> None:
         reader.feed(piece)
@@ -90,7 +90,7 @@ def test_scan_events_without_usage(benchmark: BenchmarkFixture, piece: bytes) ->
 
 
 def test_scan_an_event_with_usage(benchmark: BenchmarkFixture) -> None:
-    reader = StreamUsage()
+    reader = StreamUsage(Kept())
     benchmark(reader.feed, _FINAL)
     assert reader.final
     assert reader.usage == TokenUsage(25000, 512, 20000, 100)
@@ -102,7 +102,7 @@ def test_read_the_usage_of_a_whole_reply(benchmark: BenchmarkFixture) -> None:
     ).encode()
 
     def read() -> TokenUsage:
-        reader = JsonUsage()
+        reader = JsonUsage(Kept())
         reader.feed(reply)
         reader.end()
         return reader.usage

@@ -18,7 +18,7 @@ import msgspec
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.parked import ParkedModel
-from gateway.core.usage import TokenUsage
+from gateway.core.usage import Kept, TokenUsage
 from gateway.core.verdict import DenyReason
 
 _MINUTE_S: Final = 60.0
@@ -61,12 +61,13 @@ class ModelAccount:
     """What one session asks of models. Times are seconds of one monotonic clock."""
 
     __slots__ = ("_budget", "_elsewhere", "_input_before", "_most_input", "_most_output", "_output_before", "_reserved_input",
-                 "_reserved_output", "_starts", "_tokens", "connections", "in_flight", "requests")  # fmt: skip
+                 "_reserved_output", "_starts", "_tokens", "connections", "in_flight", "kept", "requests")  # fmt: skip
 
     def __init__(self, budget: ModelBudget, used: Usage) -> None:
         self._tokens = TokenUsage()
         self.requests = 0
         self.in_flight = 0
+        self.kept = Kept()
         # Client connections that belong to the session; whoever opens one counts it here.
         self.connections = 0
         self._reserved_input = 0

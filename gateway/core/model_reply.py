@@ -11,13 +11,13 @@ from gateway.core.headers import ReplyHead
 from gateway.core.model_budget import Outcome
 from gateway.core.providers import Route
 from gateway.core.redact import Redactor, redact
-from gateway.core.usage import NO_USAGE, JsonUsage, StreamUsage, UsageReader
+from gateway.core.usage import NO_USAGE, JsonUsage, Kept, StreamUsage, UsageReader
 
 
 class Reply:
     """One final reply to a request of `route`, by its status and its whole head.
 
-    `key` is what must not reach the client, `close` whether the client's connection ends with the reply. While `is_plain`
+    `key` is what must not reach the client, `kept` what the session keeps of its replies, `close` whether the client's connection ends with the reply. While `is_plain`
     is True body bytes pass as they are; otherwise what `take` returns is passed. Whoever has the body without its transfer
     coding gives it to `body_reader` first.
     """
@@ -34,7 +34,7 @@ class Reply:
         "usage",
     )
 
-    def __init__(self, route: Route, status: int, head: bytes, key: bytes, *, close: bool) -> None:
+    def __init__(self, route: Route, status: int, head: bytes, key: bytes, kept: Kept, *, close: bool) -> None:
         self.status = status
         self.usage: UsageReader = NO_USAGE
         self._route = route
@@ -45,7 +45,7 @@ class Reply:
         self._ends_at_close = self._is_rechunked = not reply.is_delimited
         if 200 <= status < 300:
             if route.metered and not reply.is_encoded:
-                self.usage = StreamUsage() if reply.is_event_stream else JsonUsage()
+                self.usage = StreamUsage(kept) if reply.is_event_stream else JsonUsage(kept)
         elif key:
             # Some providers repeat the key in the error about it.
             self._redactor = Redactor(key)

@@ -15,6 +15,10 @@ import msgspec
 MAX_LINE_BYTES: Final = 4 * 1024 * 1024
 # A reply that is not a stream is read whole for its usage; max_tokens of 200,000 makes about 1 MiB.
 MAX_JSON_BYTES: Final = 8 * 1024 * 1024
+# What a session's requests together keep of their replies, beyond the first KEPT_UNCOUNTED_BYTES of each, which is as much as
+# a connection's buffers hold. 64 replies of the usual size are far below it; without it, 64 of the largest were 512 MiB.
+MAX_KEPT_BYTES: Final = 16 * 1024 * 1024
+KEPT_UNCOUNTED_BYTES: Final = 64 * 1024
 MAX_MODEL_CHARS: Final = 128
 _MARK: Final = b'"usage"'
 _LINE_ENDS: Final = (b"\n", b"\r\n")
@@ -70,15 +74,28 @@ class TokenUsage(msgspec.Struct):
     cache_write_tokens: int = 0
 
 
+class Kept:
+    """How many bytes of their replies the requests of one session keep, to read what they used."""
+
+    __slots__ = ("size",)
+
+    def __init__(self) -> None:
+        self.size = 0
+
+
 class UsageReader(ABC):
     """Gathers the usage of one reply. `feed` takes the body without its transfer coding, in pieces cut anywhere.
 
-    `final` tells whether counts for the whole reply were read, `model` which model answered.
+    `final` tells whether counts for the whole reply were read, `model` which model answered. What is kept of a large reply is
+    counted in `kept`; one for which there is no room is not read. Ends with `end` or `drop`.
     """
 
-    __slots__ = ("final", "model", "usage")
+    __slots__ = ("_counted", "_kept", "final", "model", "usage")
 
-    def __init__(self) -> None:
+    def __init__(self, kept: Kept) -> None:
+        self._kept = kept
+        # What of `kept` is this reply's.
+        self._counted = 0
         self.usage = TokenUsage()
         self.model = ""
         self.final = False
@@ -90,6 +107,17 @@ class UsageReader(ABC):
     @abstractmethod
     def end(self) -> None:
         """The body is whole."""
+
+    def drop(self) -> None:
+        """The body was cut: keep nothing of it."""
+        self._keep(0)
+
+    def _keep(self, size: int) -> bool:
+        """Have `size` bytes of this reply counted as kept; False, and none, if that is more than there is room for."""
+        self._kept.size -= self._counted
+        self._counted = size if self._kept.size + size <= MAX_KEPT_BYTES else 0
+        self._kept.size += self._counted
+        return self._counted == size
 
     def ends_with(self, markers: tuple[bytes, ...]) -> bool:
         """Tell whether a body that ended with its connection is whole: its last event is one of `markers`, or it is JSON."""
@@ -145,8 +173,8 @@ class StreamUsage(UsageReader):
 
     __slots__ = ("_held", "_last", "_size", "_tail")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
         # The pieces of a line that has not ended yet, joined only when it has: a long line costs its length once.
         self._held: list[bytes] = []
         self._size = 0
@@ -185,7 +213,10 @@ class StreamUsage(UsageReader):
             self._size = 0
         self._size += len(rest)
         # The head of a line too long is forgotten: then it is no JSON and its usage unreadable, which costs the reservation.
-        if self._size > MAX_LINE_BYTES:
+        if (self._size > KEPT_UNCOUNTED_BYTES or self._counted) and (
+            self._size > MAX_LINE_BYTES or not self._keep(self._size)
+        ):
+            self._keep(0)
             self._held.clear()
             self._size = len(rest)
         if rest:
@@ -211,27 +242,38 @@ def _named_by(lines: bytes) -> bytes:
 class JsonUsage(UsageReader):
     """Keeps a reply that is one JSON value until it is whole, within MAX_JSON_BYTES, and reads its counts."""
 
-    __slots__ = ("_held", "_size")
+    __slots__ = ("_held", "_is_unread", "_size")
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, kept: Kept) -> None:
+        super().__init__(kept)
         self._held: list[bytes] = []
         self._size = 0
+        # Whether it is, or was at some time, more than there was room for.
+        self._is_unread = False
 
     def feed(self, data: bytes) -> None:
         self._size += len(data)
-        if self._size > MAX_JSON_BYTES:
-            self._held.clear()
-        else:
-            self._held.append(data)
+        if self._size > KEPT_UNCOUNTED_BYTES and not self._has_room():
+            return
+        self._held.append(data)
 
     def end(self) -> None:
-        if self._size <= MAX_JSON_BYTES:
+        if not self._is_unread:
             self._take(self._held[0] if len(self._held) == 1 else b"".join(self._held))
+        self.drop()
+
+    def drop(self) -> None:
         self._held.clear()
+        super().drop()
+
+    def _has_room(self) -> bool:
+        if not self._is_unread and (self._size > MAX_JSON_BYTES or not self._keep(self._size)):
+            self._is_unread = True
+            self.drop()
+        return not self._is_unread
 
     def ends_with(self, markers: tuple[bytes, ...]) -> bool:
-        if self._size > MAX_JSON_BYTES:
+        if self._is_unread:
             return True
         try:
             _is_whole(b"".join(self._held))
@@ -252,4 +294,4 @@ class NoUsage(UsageReader):
         pass
 
 
-NO_USAGE: Final = NoUsage()
+NO_USAGE: Final = NoUsage(Kept())

@@ -205,7 +205,9 @@ class Exchange:
         self._phase = Phase.REPLYING
         self._replay = None
         close = ask.request.terms.close or self.receiving or self._proxy.draining
-        reply = self._reply = Reply(ask.request.destination.route, status, head, ask.key, close=close)
+        reply = self._reply = Reply(
+            ask.request.destination.route, status, head, ask.key, ask.session.model.kept, close=close
+        )
         return reply.body_reader
 
     def relay(self, data: bytes) -> None:
@@ -300,8 +302,10 @@ class Exchange:
         reply = self._reply
         usage = NO_USAGE if reply is None else reply.usage
         tokens = usage.usage
-        if outcome is Outcome.CUT and usage.final:
-            outcome = Outcome.CUT_LATE
+        if outcome is Outcome.CUT:
+            usage.drop()
+            if usage.final:
+                outcome = Outcome.CUT_LATE
         seconds = time.monotonic() - self._started
         refused = reply is not None and not 200 <= reply.status < 300
         if not ask.request.destination.route.metered or not self._sent_any or refused:

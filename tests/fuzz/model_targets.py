@@ -15,7 +15,7 @@ from gateway.core.model_reply import Reply
 from gateway.core.model_request import Opening, RequestReader, RequestRules, Unacceptable
 from gateway.core.providers import SHAPES
 from gateway.core.redact import redact
-from gateway.core.usage import JsonUsage, StreamUsage, TokenUsage, UsageReader
+from gateway.core.usage import JsonUsage, Kept, StreamUsage, TokenUsage, UsageReader
 from gateway.net.upstream import UpstreamConnection
 from tests.fuzz.properties import check_message, pieces, settled
 
@@ -104,7 +104,7 @@ def usage(data: bytes) -> None:
     for kind in (StreamUsage, JsonUsage):
 
         def read(parts: list[bytes], kind: type[UsageReader] = kind) -> tuple[TokenUsage, str, bool]:
-            reader = kind()
+            reader = kind(Kept())
             for part in parts:
                 reader.feed(part)
             reader.end()
@@ -194,7 +194,7 @@ class _Client(_Reply):
 
     def reply_started(self, status: int, head: bytes) -> Callable[[bytes], object]:
         self.status, self.head = status, head
-        self._passing = Reply(_ROUTE, status, head, KEY, close=False)
+        self._passing = Reply(_ROUTE, status, head, KEY, Kept(), close=False)
         return self._passing.body_reader
 
     def relay(self, data: bytes) -> None:

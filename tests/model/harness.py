@@ -161,4 +161,4 @@ async def running_proxy(
         poller.close()
     assert gateway.model.held_bytes == gateway.model._waiting == gateway.model._lingering == 0
     for session in registry:
-        assert session.open_count == 0
+        assert session.open_count == session.model.kept.size == 0

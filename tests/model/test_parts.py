@@ -16,7 +16,7 @@ from gateway.core.model_refusal import ModelRefusal, encode_refusal
 from gateway.core.model_request import Opening, RequestReader, RequestRules, is_for_model
 from gateway.core.providers import ANTHROPIC, OPENAI, SHAPES, BodyRule, ProviderSettings, parse_upstream
 from gateway.core.redact import Redactor
-from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, JsonUsage, StreamUsage, TokenUsage
+from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, JsonUsage, Kept, StreamUsage, TokenUsage
 from gateway.core.verdict import DenyReason
 
 
@@ -148,7 +148,7 @@ STREAM = (
 
 @given(places=PLACES)
 def test_a_stream_is_counted_the_same_however_it_is_cut(places: list[int]) -> None:
-    reader = StreamUsage()
+    reader = StreamUsage(Kept())
     for piece in cuts(STREAM, places):
         reader.feed(piece)
     reader.end()
@@ -165,7 +165,7 @@ def test_no_beginning_of_a_stream_is_taken_for_the_whole(end: bytes) -> None:
     whole = b'data: {"type":"content_block_delta","delta":{"text":"message_stop"}}\n\n' + end
     for size in range(len(whole) + 1):
         for step in (1, 7, size):
-            reader = StreamUsage()
+            reader = StreamUsage(Kept())
             for start in range(0, size, max(1, step)):
                 reader.feed(whole[start : min(size, start + step)])
             assert reader.ends_with((b"message_stop",)) == (size == len(whole)), (size, step)
@@ -173,7 +173,7 @@ def test_no_beginning_of_a_stream_is_taken_for_the_whole(end: bytes) -> None:
 
 @given(data=st.binary(max_size=300), places=PLACES)
 def test_random_replies_never_raise_and_never_count_below_zero(data: bytes, places: list[int]) -> None:
-    for reader in (StreamUsage(), JsonUsage()):
+    for reader in (StreamUsage(Kept()), JsonUsage(Kept())):
         for piece in cuts(b'data: {"usage":' + data, places):
             reader.feed(piece)
         reader.end()
@@ -181,14 +181,14 @@ def test_random_replies_never_raise_and_never_count_below_zero(data: bytes, plac
 
 
 def test_negative_counts_refill_nothing() -> None:
-    reader = JsonUsage()
+    reader = JsonUsage(Kept())
     reader.feed(b'{"usage":{"input_tokens":-5,"output_tokens":-1,"cache_read_input_tokens":-9}}')
     reader.end()
     assert reader.usage == TokenUsage()
 
 
 def test_a_line_or_reply_without_end_is_not_kept_without_end() -> None:
-    stream, whole = StreamUsage(), JsonUsage()
+    stream, whole = StreamUsage(Kept()), JsonUsage(Kept())
     for _ in range(MAX_JSON_BYTES // 65536 + 2):
         stream.feed(b"x" * 65536)
         whole.feed(b"x" * 65536)
@@ -201,7 +201,7 @@ def test_a_line_or_reply_without_end_is_not_kept_without_end() -> None:
 
 
 def test_the_models_name_is_short_and_ascii_in_the_log() -> None:
-    reader = JsonUsage()
+    reader = JsonUsage(Kept())
     reader.feed(('{"model":"' + "\u2028\\n\u00e9" * 200 + '"}').encode())
     reader.end()
     assert reader.model.isascii()
