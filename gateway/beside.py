@@ -242,7 +242,7 @@ class Successor:
             self._tell_of(session)
 
     def _tell_of(self, session: Session) -> None:
-        told, told_slots = self._told[session]
+        told, told_slots = self._told.get(session, (Usage(), 0))
         usage, slots = session.usage(), session.slots_for_after
         if usage != told or slots != told_slots:
             self._told[session] = (usage, slots)

@@ -89,11 +89,12 @@ class Ending:
             notify("READY=1")
             return None
         self._let_go()
+        # What is counted from here on is for the next process to hear of.
+        successor.begin(self._gateway.registry)
         # At once: what pauses or is handed back from here on has nobody to take it up.
         self._gateway.model.drain()
         self._services.end_relays(keep=False)
         log.info("the next process has %d connections; this one ends with its last stream", record.connections)
-        successor.begin(self._gateway.registry)
         return successor
 
     def _let_go(self) -> None:
