@@ -155,7 +155,7 @@ class Engine:
         try:
             theirs = str(json.loads(answer)["ApiVersion"])
             return min(theirs, DEFAULT_DOCKER_API_VERSION, key=lambda text: tuple(map(int, text.split("."))))
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise EngineUnavailableError(
                 f"What answers at {self._socket_path} is no Docker engine.", "Correct [docker] socket."
             ) from error

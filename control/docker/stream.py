@@ -67,7 +67,7 @@ class Stream:
             response.close()
             try:
                 message = str(json.loads(raw)["message"])
-            except (ValueError, KeyError, TypeError):
+            except (ValueError, KeyError, TypeError, RecursionError):
                 message = raw.decode(errors="replace")
             if arrived_cut(response.status, response.getheader("Content-Type")):
                 raise EngineUnavailableError("The connection to the engine was cut.")

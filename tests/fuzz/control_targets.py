@@ -7,9 +7,12 @@ from pathlib import Path
 import msgspec
 
 from control.archive import ArchiveError, unpack
+from control.db.rows import StoredEvent
 from control.docker.demultiplex import Demultiplexer
 from control.docker.types import EngineError
-from control.runner.messages import FrameError, Output, decode
+from control.plan.session import ToolCalled, ToolReturned
+from control.runner.channel import _kept
+from control.runner.messages import FrameError, FromRunner, Output, ToolCall, ToolResult, decode
 from control.sessions import journal
 from tests.fuzz.properties import pieces
 
@@ -25,12 +28,33 @@ def runner_frame(data: bytes) -> None:
     else:
         assert getattr(message, "seq", 1) >= 1
         assert decode(msgspec.json.encode(message)) == message
+        _check_kept(message)
         if isinstance(message, Output):
             with contextlib.suppress(ValueError):
                 message.content()
         return
     assert refused.reason in ("malformed", "unknown_type", "invalid")
     assert len(str(refused)) < 1_000
+
+
+def _check_kept(message: FromRunner) -> None:
+    """Check that what is kept of a report is one line, which is read again also by who has little room to call itself."""
+    if not isinstance(message, ToolCall | ToolResult):
+        return
+    kept = _kept(message)
+    if isinstance(kept, ToolCall):
+        stored = StoredEvent(1, 2, ToolCalled(kept.seq, kept.call, kept.name, kept.arguments))
+    else:
+        assert isinstance(kept, ToolResult)
+        stored = StoredEvent(1, 2, ToolReturned(kept.seq, kept.call, kept.ok, kept.content))
+    line = msgspec.json.encode(stored)
+    assert b"\n" not in line
+    assert b"\r" not in line
+
+    def read(room: int) -> StoredEvent:
+        return read(room - 1) if room else msgspec.json.decode(line, type=StoredEvent)
+
+    assert read(300) == stored
 
 
 def archive(data: bytes) -> None:

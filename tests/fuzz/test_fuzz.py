@@ -12,24 +12,26 @@ from tests.fuzz.targets import TARGETS
 RUNS = int(os.environ.get("OPIFICIA_FUZZ_RUNS", "3000"))
 # These write files, run a loop or read by others' parsers: one run of theirs takes as long as so many of another.
 COSTS = {
-    "alignment": 4,
-    "contract": 3,
+    "alignment": 6,
+    "contract": 6,
     "grants": 2,
     "answer": 5,
     "archive": 20,
-    "dns_answer": 8,
+    "dns_answer": 12,
     "journal": 4,
     "listing": 2,
     "log_index": 8,
     "model_key": 4,
     "out_archive": 30,
     "parcel": 2,
+    "probe_words": 2,
     "redacted_reply": 3,
     "registries": 3,
     "shown_stream": 15,
     "settings": 3,
     "spec": 2,
-    "terminal": 2,
+    "terminal": 3,
+    "usage_reports": 2,
 }
 
 

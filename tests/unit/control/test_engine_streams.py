@@ -7,6 +7,7 @@ import socket
 import struct
 import tarfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -232,3 +233,22 @@ def tar_header(size: bytes, kind: bytes) -> bytes:
     header[148:156] = b" " * 8
     header[148:156] = b"%06o\0 " % sum(header)
     return bytes(header)
+
+
+@pytest.mark.parametrize("body", [b"[" * 60_000, b'{"message":' + b"[" * 60_000, b"3", b"[]", b"\xff"])
+def test_a_refusal_of_the_engine_that_cannot_be_read_is_a_refusal(tmp_path: Path, body: bytes) -> None:
+    path = str(tmp_path / "docker.sock")
+    head = b"HTTP/1.1 500 No\r\nContent-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with socket.socket(socket.AF_UNIX) as engine, ThreadPoolExecutor(1) as pool:
+        engine.bind(path)
+        engine.listen()
+
+        def answer() -> None:
+            with engine.accept()[0] as connection:
+                connection.recv(4096)
+                connection.sendall(head + body)
+
+        answering = pool.submit(answer)
+        with pytest.raises(EngineError, match="The engine refused"):
+            Stream(path, "GET", "/version", {}, head_timeout_s=60)
+        answering.result()
