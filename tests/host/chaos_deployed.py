@@ -6,21 +6,19 @@ firewall is put back by its own timer, the clock is set, and without live-restor
 
 import asyncio
 import contextlib
-import random
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
-from control.client import ControlClient, ControlUnavailableError
+from control.client import ControlClient
 from gateway.contract.limits import MIB
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
-from tests.host.chaos_windows import Fault, Window, no_more_descriptors, order
+from tests.host.chaos_windows import READY_S, Fault, no_more_descriptors
 from tests.host.deploy_machine import Machine, drop_in
 from tests.host.deploy_site import KEY
 from tests.host.lives import EAT, SETTINGS, ended, launch
@@ -33,9 +31,10 @@ GATEWAY: Final = "opificia-gateway"
 CONTROL: Final = "opificia-control"
 PORT: Final = 8090
 LENGTH_S: Final = 2.0
-READY_S: Final = 180.0
 # A query takes its time to be given up (5 s), and its failure is remembered for a while.
 NAME_S: Final = 5.0 + FAILURE_TTL_S
+# Where the play has it listen.
+_METRICS: Final = "http://127.0.0.1:8901/metrics"
 _PROVIDER_PORT: Final = 8091
 _FAKETIME: Final = Path("/opt/opificia-test/libfaketime.so.1")
 _CLOCK: Final = Path("/run/opificia-test-clock")
@@ -60,6 +59,33 @@ class Deployed:
     async def run(self, *argv: str) -> str:
         """Run a command on the machine."""
         return await asyncio.to_thread(self.target.run, *argv)
+
+    @property
+    def proc(self) -> Path:
+        """Where its processes are seen."""
+        return self.root / "proc"
+
+    @property
+    def sessions(self) -> Path:
+        """The folder with a folder for each session."""
+        return self.root / "var/lib/opificia/sessions"
+
+    @property
+    def egress_logs(self) -> Path:
+        """The folder with an audit log for each session."""
+        return self.root / "var/log/opificia/egress"
+
+    async def processes(self) -> dict[str, int]:
+        """The main processes of the daemons."""
+        return {"gateway": int(await self.main_pid(GATEWAY)), "control": int(await self.main_pid(CONTROL))}
+
+    async def metrics(self) -> str:
+        """What the gateway tells Prometheus."""
+        return await self.run("curl", "--silent", "--fail", _METRICS)
+
+    async def said(self) -> str:
+        """What our units have logged last."""
+        return await self.run("journalctl", "--unit=opificia-*", "--lines=60", "--output=cat", "--no-pager")
 
     async def systemctl(self, verb: str, unit: str) -> None:
         """Have systemd do something to a unit; return when another process of it runs."""
@@ -135,6 +161,23 @@ def _out_of_descriptors(unit: str) -> Callable[[Deployed], Awaitable[None]]:
     return act
 
 
+def _out_of_memory(unit: str) -> Callable[[Deployed], Awaitable[None]]:
+    """Leave a daemon less memory than it takes to start: the kernel kills it, and systemd starts it, again and again."""
+
+    async def act(world: Deployed) -> None:
+        too_little = "[Service]\nMemoryHigh=infinity\nMemoryMax=16M\n"
+        with drop_in(world.target, f"{unit}.service", too_little, name="too-little"):
+            # What was counted of earlier deaths is counted no more.
+            await world.run("systemctl", "reset-failed", unit)
+            await world.run("systemctl", "restart", "--no-block", unit)
+            async with asyncio.timeout(READY_S):
+                while await world.run("systemctl", "show", "--property=NRestarts", "--value", unit) in ("", "0"):
+                    await asyncio.sleep(0.1)
+        await world.main_pid(unit)
+
+    return act
+
+
 async def _memory_eaten(world: Deployed) -> None:
     """A sandbox takes all memory that it may have, and is killed for it; the others must not notice."""
     view = await ended(world.control, await launch(world.control, f"exec {EAT}"), READY_S)
@@ -172,14 +215,14 @@ def set_clock(target: Machine, offset_s: int) -> None:
 
 
 _ALL: Final = frozenset({"tunnel", "model", "launch"})
-_RELOADED: Final = "gateway reloaded"
+RELOADED: Final = "gateway reloaded"
 # Sandboxes and forwarder end with the engine: the host has no live-restore.
 _WITH_ENGINE: Final = _ALL | {"session"}
 FAULTS: Final[tuple[Fault[Deployed], ...]] = (
     Fault("gateway killed", _by_systemd("kill", GATEWAY), _ALL),
     # A model stream has a while to end at a restart, and all of its time at a reload.
     Fault("gateway restarted", _by_systemd("restart", GATEWAY), frozenset({"model"})),
-    Fault(_RELOADED, _gateway_reloaded),
+    Fault(RELOADED, _gateway_reloaded),
     Fault("control killed", _by_systemd("kill", CONTROL)),
     Fault("control restarted", _by_systemd("restart", CONTROL)),
     Fault("forwarder killed", _forwarder_killed, _ALL),
@@ -190,56 +233,13 @@ FAULTS: Final[tuple[Fault[Deployed], ...]] = (
     Fault("firewall flushed", _firewall_flushed, frozenset({"launch"})),
     Fault("gateway out of descriptors", _out_of_descriptors(GATEWAY), _ALL, NAME_S),
     Fault("control out of descriptors", _out_of_descriptors(CONTROL), frozenset({"launch"})),
+    Fault("gateway out of memory", _out_of_memory(GATEWAY), _ALL, NAME_S),
+    Fault("control out of memory", _out_of_memory(CONTROL)),
     Fault("memory eaten", _memory_eaten),
     Fault("names silent", _names_silent, frozenset({"tunnel"}), NAME_S),
     Fault("clock an hour ahead", _clock_set(HOUR_S)),
     Fault("clock a day behind", _clock_set(-DAY_S)),
 )
-
-
-@dataclass
-class Schedule:
-    """Does every fault once and then any, in an order that `seed` decides, until `seconds` have passed.
-
-    With `few`, only so many, and the reload, which hands over the most.
-    """
-
-    world: Deployed
-    seed: int
-    few: int
-    # Called when the sandboxes that ran have ended with the engine.
-    again: Callable[[], Awaitable[None]]
-    windows: list[Window[Deployed]] = field(default_factory=list)
-
-    async def run(self, seconds: float) -> None:
-        """Break, wait until the host is well again, break the next."""
-        rng = random.Random(self.seed)
-        until_s = time.monotonic() + seconds
-        first = True
-        while first or time.monotonic() < until_s:
-            for fault in order(FAULTS, rng, self.few, _RELOADED):
-                if not first and time.monotonic() >= until_s:
-                    break
-                begin = time.time()
-                await fault.act(self.world)
-                await self._healthy(fault)
-                self.windows.append(Window(fault, begin, time.time()))
-                if "session" in fault.cuts:
-                    await self.again()
-                await asyncio.sleep(rng.uniform(0.2, 0.8))
-            first = False
-
-    async def _healthy(self, fault: Fault[Deployed]) -> None:
-        try:
-            async with asyncio.timeout(READY_S):
-                while True:
-                    with contextlib.suppress(ControlUnavailableError):
-                        if (await self.world.control.health()).status == "ok":
-                            return
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            said = await self.world.run("journalctl", "--unit=opificia-*", "--lines=60", "--output=cat", "--no-pager")
-            raise AssertionError(f"after {fault.name} the host was not well again\n{said}") from None
 
 
 @contextlib.contextmanager
@@ -285,7 +285,12 @@ _GATEWAY_SETTINGS: Final = {
 }
 _CONTROL_SETTINGS: Final = {
     **SETTINGS,
-    "limits": {**SETTINGS["limits"], "log_bytes": 16 * MIB, "hello_timeout_ms": 60_000, "runner_reconnect_ms": 60_000},
+    "limits": {
+        **SETTINGS["limits"],
+        "log_bytes": 16 * MIB,
+        "hello_timeout_ms": 60_000,
+        "runner_reconnect_ms": 60_000,
+    },
 }
 
 

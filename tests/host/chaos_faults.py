@@ -6,23 +6,22 @@ The clock is set by tests/host/chaos_deployed.py and tests/host/test_clock.py, f
 import asyncio
 import contextlib
 import os
-import random
 import signal
 import subprocess
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
+import aiohttp
 import docker
 
-from control.client import ControlClient, ControlUnavailableError
+from control.client import ControlClient
 from control.plan.firewall import rules
 from control.plan.network import NetworkSettings
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
-from tests.host.chaos_windows import Fault, Window, no_more_descriptors, order
+from tests.host.chaos_windows import READY_S, Fault, no_more_descriptors
 from tests.host.lives import EAT, ended, launch, until
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.engine import PrivateEngine
@@ -32,7 +31,6 @@ from tests.support.postgres import Postgres
 
 # How long a fault that has a length lasts.
 LENGTH_S: Final = 2.0
-READY_S: Final = 180.0
 TRIES_S: Final = 5.0
 # A query takes its time to be given up, and its failure is remembered for a while.
 NAME_S: Final = TRIES_S + FAILURE_TTL_S
@@ -52,7 +50,39 @@ class World:
     # File systems of the test's own, with what control and the gateway write.
     disks: tuple[Path, ...]
     # Where the gateway's metrics are, host and port.
-    metrics: str
+    metrics_address: str
+
+    @property
+    def proc(self) -> Path:
+        """Where its processes are seen."""
+        return Path("/proc")
+
+    @property
+    def sessions(self) -> Path:
+        """The folder with a folder for each session."""
+        return self.host.sessions
+
+    async def run(self, *argv: str) -> str:
+        """Run a command in the network of the host, with its engine."""
+        command = ["env", f"DOCKER_HOST={self.engine.url}", *argv]
+        done = await asyncio.to_thread(
+            subprocess.run, self.engine.in_network(command), check=True, capture_output=True, text=True
+        )
+        return str(done.stdout)
+
+    async def processes(self) -> dict[str, int]:
+        """The main processes of the daemons."""
+        return {"gateway": self.host.gateway.pid, "control": self.host.control.pid}
+
+    async def metrics(self) -> str:
+        """What the gateway tells Prometheus."""
+        url = f"http://{self.metrics_address}/metrics"
+        async with aiohttp.ClientSession() as client, client.get(url) as answer:
+            return await answer.text()
+
+    async def said(self) -> str:
+        """What both daemons have logged last."""
+        return self.host.logs()[-20_000:]
 
 
 async def _in_thread(act: Callable[[], object]) -> None:
@@ -110,7 +140,7 @@ async def _database_away(world: World) -> None:
     await _in_thread(world.postgres.start)
 
 
-async def _disk_full(world: World) -> None:
+async def _disks_full(world: World) -> None:
     ballast = [disk / "ballast" for disk in world.disks]
     try:
         for path in ballast:
@@ -161,7 +191,7 @@ async def _memory_eaten(world: World) -> None:
 
 
 _ALL = frozenset({"tunnel", "model", "launch"})
-_KILLING: Final = "engine killed"
+KILLING: Final = "engine killed"
 FAULTS: Final = (
     Fault("gateway killed", _gateway_killed, _ALL),
     # Tunnels are parked with the manager; a model stream has a while to end, and then is cut.
@@ -170,54 +200,12 @@ FAULTS: Final = (
     Fault("control restarted", _control_restarted),
     Fault("forwarder killed", _forwarder_killed, _ALL),
     Fault("engine restarted", _engine_restarted, frozenset({"launch", "exit"})),
-    Fault(_KILLING, _engine_killed, frozenset({"launch", "exit"})),
+    Fault(KILLING, _engine_killed, frozenset({"launch", "exit"})),
     Fault("database away", _database_away),
-    Fault("disk full", _disk_full, frozenset({"launch"})),
+    Fault("disks full", _disks_full, frozenset({"launch"})),
     Fault("gateway out of descriptors", _gateways_descriptors_gone, _ALL, NAME_S),
     Fault("control out of descriptors", _controls_descriptors_gone, frozenset({"launch"})),
     Fault("firewall flushed", _firewall_flushed, frozenset({"launch"})),
     Fault("names silent", _names_silent, frozenset({"tunnel"}), NAME_S),
     Fault("memory eaten", _memory_eaten),
 )
-
-
-@dataclass
-class Schedule:
-    """Does faults in an order that `seed` decides: each once, and again until `seconds` have passed.
-
-    With `few`, only so many, and the one that kills the engine, which has the most to lose.
-    """
-
-    world: World
-    seed: int
-    few: int = 0
-    windows: list[Window[World]] = field(default_factory=list)
-
-    async def run(self, seconds: float) -> None:
-        """Break, wait until the host is well again, break the next."""
-        rng = random.Random(self.seed)
-        until_s = time.time() + seconds
-        left: list[Fault[World]] = []
-        first = True
-        while first or time.time() < until_s:
-            if not left:
-                left = order(FAULTS, rng, self.few, _KILLING)
-            fault = left.pop()
-            begin = time.time()
-            await fault.act(self.world)
-            await self._healthy(fault)
-            self.windows.append(Window(fault, begin, time.time()))
-            first = first and bool(left)
-            await asyncio.sleep(rng.uniform(0.5, 1.5))
-
-    async def _healthy(self, fault: Fault[World]) -> None:
-        try:
-            async with asyncio.timeout(READY_S):
-                while True:
-                    with contextlib.suppress(ControlUnavailableError):
-                        if (await self.world.control.health()).status == "ok":
-                            return
-                    await asyncio.sleep(0.1)
-        except TimeoutError:
-            health = await self.world.control.health()
-            raise AssertionError(f"after {fault.name} the host was not well again: {health.problems}") from None

@@ -18,6 +18,8 @@ HOST: Final = "bulk.chaos.test"
 END: Final = "/work/end"
 # The load is over, and all that it had can be given back, before the session ends.
 LEAVE: Final = "/work/leave"
+# The last of a worker's output.
+ENDED: Final = b'"kind": "end"}\n'
 TUNNELS: Final = 3
 STREAMS: Final = 2
 
@@ -137,12 +139,14 @@ class Operation:
     wrong: bool
 
 
-def operations(output: bytes) -> list[Operation]:
-    """Read a worker's output. Raises AssertionError when a line is missing, doubled or spoilt."""
-    lines = [json.loads(line) for line in output.splitlines()]
+def operations(output: bytes, *, whole: bool = True) -> list[Operation]:
+    """Read a worker's output; not `whole`: of one that was ended. Raises AssertionError when a line is missing, doubled or spoilt."""
+    *complete, rest = output.split(b"\n")
+    lines = [json.loads(line) for line in complete]
     assert [line["number"] for line in lines] == list(range(1, len(lines) + 1)), "lines of the output are missing"
-    assert lines[-1]["kind"] == "end", "the end of the output is missing"
-    return [Operation(line["kind"], line["begin"], line["end"], line["error"], line["wrong"]) for line in lines[:-1]]
+    if whole:
+        assert (lines.pop()["kind"], rest) == ("end", b""), "the end of the output is missing"
+    return [Operation(line["kind"], line["begin"], line["end"], line["error"], line["wrong"]) for line in lines]
 
 
 async def _answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -1,13 +1,32 @@
 """A fault of a chaos test, which may cut some kinds of things, the order of many, and the time in which one did."""
 
+import asyncio
 import contextlib
 import random
+import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Final, Generic, Protocol, TypeVar
 
-World = TypeVar("World")
+from control.client import ControlClient, ControlUnavailableError
+
+# How long a host may take to be well again.
+READY_S: Final = 180.0
+
+
+class Breakable(Protocol):
+    """A host that can be broken."""
+
+    @property
+    def control(self) -> ControlClient:
+        """Its API."""
+
+    async def said(self) -> str:
+        """What its parts have logged."""
+
+
+World = TypeVar("World", bound=Breakable)
 
 
 @dataclass(frozen=True)
@@ -46,6 +65,51 @@ def order(faults: Sequence[Fault[World]], rng: random.Random, few: int, always: 
     drawn.remove(kept)
     drawn.insert(rng.randrange(few + 1), kept)
     return drawn[: few + 1]
+
+
+@dataclass
+class Schedule(Generic[World]):
+    """Does every fault once and then any, in an order that `seed` decides, until `seconds` have passed.
+
+    With `few`, only so many, and the one that is `always` among them.
+    """
+
+    world: World
+    faults: Sequence[Fault[World]]
+    always: str
+    seed: int
+    few: int
+    # Called after each fault, when the host is well again.
+    after: Callable[[Fault[World]], Awaitable[None]]
+    windows: list[Window[World]] = field(default_factory=list)
+
+    async def run(self, seconds: float) -> None:
+        """Break, wait until the host is well again, break the next."""
+        rng = random.Random(self.seed)
+        until_s = time.monotonic() + seconds
+        first = True
+        while first or time.monotonic() < until_s:
+            for fault in order(self.faults, rng, self.few, self.always):
+                if not first and time.monotonic() >= until_s:
+                    break
+                begin = time.time()
+                await fault.act(self.world)
+                await self._healthy(fault)
+                self.windows.append(Window(fault, begin, time.time()))
+                await self.after(fault)
+                await asyncio.sleep(rng.uniform(0.2, 1.0))
+            first = False
+
+    async def _healthy(self, fault: Fault[World]) -> None:
+        try:
+            async with asyncio.timeout(READY_S):
+                while True:
+                    with contextlib.suppress(ControlUnavailableError):
+                        if (await self.world.control.health()).status == "ok":
+                            return
+                    await asyncio.sleep(0.1)
+        except TimeoutError:
+            raise AssertionError(f"after {fault.name} the host was not well again\n{await self.world.said()}") from None
 
 
 @contextlib.contextmanager

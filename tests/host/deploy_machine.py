@@ -229,16 +229,16 @@ def machine(engine: PrivateEngine, scratch: Path) -> Iterator[Machine]:
 
 
 @contextlib.contextmanager
-def drop_in(target: Machine, unit: str, content: str) -> Iterator[None]:
+def drop_in(target: Machine, unit: str, content: str, *, name: str = "test") -> Iterator[None]:
     """Let a unit differ for the time of the context, as a site's would."""
     folder = f"/run/systemd/system/{unit}.d"
     target.run("mkdir", "-p", folder)
-    target.run("sh", "-c", f"cat > {folder}/test.conf", stdin=content)
+    target.run("sh", "-c", f"cat > {folder}/{name}.conf", stdin=content)
     target.run("systemctl", "daemon-reload")
     try:
         yield
     finally:
-        target.run("rm", "-r", folder)
+        target.run("sh", "-c", f"rm {folder}/{name}.conf && rmdir --ignore-fail-on-non-empty {folder}")
         target.run("systemctl", "daemon-reload")
 
 

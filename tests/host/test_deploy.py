@@ -21,7 +21,7 @@ import pytest
 from control.client import ControlClient
 from control.plan.network import NetworkSettings
 from tests.host.chaos_deployed import Deployed, breakable
-from tests.host.chaos_verdict import chaos
+from tests.host.chaos_deployed_run import chaos
 from tests.host.deploy_machine import Machine, MachineError, drop_in, machine, missing_programs
 from tests.host.deploy_paths import SERVE, ways_of_packets
 from tests.host.deploy_site import BIN, ECHO_PORT, IMAGE, INDEX, KEY, PORT, WELL, Site
