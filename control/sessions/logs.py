@@ -46,8 +46,17 @@ class LogFiles:
         self._limit = limit_bytes
         self._clock = clock
         self._changed = changed
-        self._files = {stream: _open(folder / f"{stream.value}.log") for stream in _STREAMS}
-        self._index = _open(folder / "logs.index")
+        opened: list[int] = []
+        try:
+            for name in (*(f"{stream.value}.log" for stream in _STREAMS), "logs.index"):
+                opened.append(_open(folder / name))  # noqa: PERF401 - those that came before a failure are closed
+        except OSError:
+            # Who is short of descriptors must not lose those that he got.
+            for fd in opened:
+                os.close(fd)
+            raise
+        self._files = dict(zip(_STREAMS, opened[:-1], strict=True))
+        self._index = opened[-1]
         # The marker at the cap lies beyond the limit, so the size alone tells how much came in.
         self._taken = {stream: min(os.fstat(fd).st_size, limit_bytes) for stream, fd in self._files.items()}
         self._pieces = os.fstat(self._index).st_size // _PIECE.size

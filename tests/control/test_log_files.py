@@ -1,6 +1,7 @@
 """A session's logs on disk, also on one that is full."""
 
 import contextlib
+import os
 import resource
 import struct
 from collections.abc import Iterator
@@ -25,6 +26,26 @@ def room_for(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_lack_of_descriptors_keeps_none_of_those_that_there_were(tmp_path: Path) -> None:
+    def numbers() -> set[str]:
+        # Without the one that lists them.
+        return {path.name for path in list(Path("/proc/self/fd").iterdir()) if os.path.lexists(path)}
+
+    before = numbers()
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    for room in range(3):
+        # The lowest free numbers are what is given next.
+        free = [number for number in range(soft) if str(number) not in before]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (free[room], hard))
+        try:
+            with pytest.raises(OSError, match="Too many open files"):
+                opened(tmp_path)
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        assert numbers() - before == set()
+    opened(tmp_path).close()
 
 
 def test_what_a_full_disk_takes_half_of_is_not_kept_and_comes_again_whole(tmp_path: Path) -> None:
