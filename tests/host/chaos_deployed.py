@@ -85,7 +85,7 @@ class Deployed:
 
     async def said(self) -> str:
         """What our units have logged last."""
-        return await self.run("journalctl", "--unit=opificia-*", "--lines=60", "--output=cat", "--no-pager")
+        return await self.run("journalctl", "--unit=opificia-*", "--lines=100", "--output=short-precise", "--no-pager")
 
     async def systemctl(self, verb: str, unit: str) -> None:
         """Have systemd do something to a unit; return when another process of it runs."""

@@ -59,7 +59,7 @@ class Load:
                     if self.output(session):
                         return session
                     await asyncio.sleep(0.1)
-                assert was_busy(view), view
+                assert was_busy(view), f"{view}\n{await self.world.said()}"
 
     async def again(self, fault: Fault[Deployed]) -> None:
         """The engine took them along: they must have ended, and others begin."""
