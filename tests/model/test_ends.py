@@ -5,12 +5,14 @@ import gc
 import json
 import socket
 import struct
+import time
 
 import pytest
 
 from gateway.contract.policy import ModelBudget
 from gateway.core.model_reply import Reply
 from gateway.core.verdict import CloseReason
+from gateway.net import model as model_module
 from gateway.net import model_proxy
 from tests.model.harness import running_proxy, until
 from tests.model.wire import STREAM_HEAD, Peer, ask, connected, request, scripted
@@ -250,6 +252,26 @@ async def test_a_session_that_is_revoked_loses_its_idle_connections_too(provider
         assert (await client.reply()).status == 200
         proxy.gateway.registry.revoke("s1")
         assert await client.closed() == b""
+
+
+async def test_whoever_does_not_leave_after_the_last_reply_is_closed_when_the_time_is_over(
+    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # The clock of the proxy itself never comes to it.
+    monkeypatch.setattr(model_module, "LINGER_S", 10_000.0)
+    async with running_proxy(f"http://127.0.0.1:{provider.port}") as proxy, connected(proxy.port) as client:
+        await client.send(request(token="wrong"))
+        assert (await client.reply()).status == 401
+        (served,) = proxy.clients
+        # It has ended for its part.
+        assert await client.closed() == b""
+        # It is that time and no other: the others are below it.
+        assert served._deadline > time.monotonic() + 5_000
+        served.tick(served._deadline - 1)
+        assert not served.is_closed
+        served.tick(served._deadline)
+        assert served.is_closed
+        assert proxy.gateway.model._lingering == 0
 
 
 async def test_very_many_refusals_at_once_are_closed_without_waiting(

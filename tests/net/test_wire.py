@@ -165,3 +165,39 @@ async def test_a_fault_in_what_follows_a_batch_is_reported_and_stops_no_other(po
     with Wires(poller, 2, answer) as wires:
         await until(lambda: wires.arrived() == b"answer" * 2)
         assert [str(each["exception"]) for each in reported] == ["on purpose"] * 2
+
+
+@pytest.mark.parametrize("fails_in", ["received", "drained", "emptied"])
+async def test_a_fault_in_what_a_wire_calls_closes_it_and_is_reported_and_the_others_go_on(
+    fails_in: str, poller: Poller
+) -> None:
+    """Otherwise there would be a connection that nobody serves, and its peer would wait for ever."""
+    reported: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: reported.append(context["exception"]))
+
+    def answer(wire: Answering, data: bytes) -> None:
+        if wire is not wires.near[0]:
+            wire.write(b"answer")
+        elif fails_in == "received":
+            fail()
+        else:
+            # More than the kernel takes: it is held, then sent as the far end reads.
+            wire.write(bytes(4_000_000))
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    with Wires(poller, 2, answer) as wires:
+        broken, far = wires.near[0], wires.far[0]
+        if fails_in != "received":
+            setattr(broken, fails_in, fail)
+        async with asyncio.timeout(60):
+            while not broken.is_closed:
+                with suppress(BlockingIOError):
+                    far.recv(1 << 20)
+                await asyncio.sleep(0)
+        assert [type(error) for error in reported] == [ZeroDivisionError]
+        assert broken.sock.fileno() < 0
+        assert not wires.near[1].is_closed
+        await until(lambda: wires.arrived().endswith(b"answer"))
+        assert len(poller) == 1
