@@ -327,8 +327,14 @@ class ModelClient(Wire):
         # Of those that are told in a row, one may have ended by what another did; it has been counted out then.
         if opening is not None:
             self._stop_waiting()
-            self._judge(opening)
-            self._serve()
+            try:
+                self._judge(opening)
+                self._serve()
+            except Exception as error:
+                # It must not keep those behind it in the row from being told.
+                context = {"message": "a request that waited for the sessions failed", "exception": error}
+                asyncio.get_running_loop().call_exception_handler(context)
+                self.close()
 
     def _stop_waiting(self) -> None:
         self._waiting = None

@@ -126,3 +126,28 @@ async def test_a_request_that_ends_by_what_another_does_when_the_sessions_come_i
             monkeypatch.setattr(ModelClient, "_judge", end_the_others)
             proxy.gateway.registry.replace_all(())
             assert proxy.gateway.model._waiting == 0
+
+
+async def test_a_fault_with_one_request_that_waited_for_the_sessions_leaves_the_others_theirs(
+    provider: FakeProvider, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_proxy(f"http://127.0.0.1:{provider.port}", ready=False) as proxy:
+        judge, judged = ModelClient._judge, 0
+
+        def fail_first(client: ModelClient, opening: Opening) -> None:
+            nonlocal judged
+            judged += 1
+            if judged == 1:
+                raise ZeroDivisionError
+            judge(client, opening)
+
+        async with connected(proxy.port) as first, connected(proxy.port) as second:
+            await first.send(request())
+            await second.send(request())
+            await until(lambda: len(proxy.gateway.registry._waiting) == 2)
+            monkeypatch.setattr(ModelClient, "_judge", fail_first)
+            proxy.gateway.registry.replace_all(())
+            ends = [await client.closed() for client in (first, second)]
+            # In whatever order they were told: one was cut, the other answered.
+            assert sorted(end[9:12] for end in ends) == [b"", b"401"]
+        assert "ZeroDivisionError" in caplog.text
