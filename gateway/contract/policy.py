@@ -47,6 +47,8 @@ def budget_problems(egress: EgressBudget, model: ModelBudget) -> list[str]:
 
 # Of what was used; of a message with another it is none of the contract.
 Count = Annotated[int, msgspec.Meta(ge=0)]
+# The most that a message can say (msgpack). Whoever adds up what several said may not come to more.
+_MAX_COUNT: Final = (1 << 64) - 1
 
 
 class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -72,7 +74,7 @@ class Usage(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def plus(self, other: "Usage") -> "Usage":
         """Add two usages field by field."""
-        return Usage(*(getattr(self, name) + getattr(other, name) for name in self.__struct_fields__))
+        return Usage(*(min(getattr(self, name) + getattr(other, name), _MAX_COUNT) for name in self.__struct_fields__))
 
     def minus(self, other: "Usage") -> "Usage":
         """Subtract an earlier usage of the same epoch."""

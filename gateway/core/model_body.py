@@ -13,10 +13,9 @@ import msgspec
 
 from gateway.core.model_refusal import ModelRefusal
 from gateway.core.providers import BodyRule
+from gateway.core.usage import MAX_TOKENS
 from gateway.core.verdict import DenyReason
 
-# More than any model gives in one reply, and small enough to be summed up.
-_MAX_TOKENS: Final = 1 << 40
 _MAX_CHOICES: Final = 128
 # Providers know some thirty. A body of the largest size could hold millions: ten seconds of the loop, a gigabyte of memory.
 _MAX_KEYS: Final = 256
@@ -136,6 +135,6 @@ def _output_tokens(fields: dict[str, msgspec.Raw], rule: BodyRule) -> int | None
     choices: int | None = _read(fields, rule.choices, int) if rule.choices else None
     # With two caps given the provider takes one of them; which one is not ours to guess.
     most, times = max(caps), 1 if choices is None else choices
-    if not min(caps) >= 0 or most > _MAX_TOKENS or not 0 < times <= _MAX_CHOICES:
+    if not min(caps) >= 0 or most > MAX_TOKENS or not 0 < times <= _MAX_CHOICES:
         raise _BodyError("a limit of tokens or choices is out of range")
     return most * times

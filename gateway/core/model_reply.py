@@ -17,9 +17,9 @@ from gateway.core.usage import NO_USAGE, JsonUsage, Kept, StreamUsage, UsageRead
 class Reply:
     """One final reply to a request of `route`, by its status and its whole head.
 
-    `key` is what must not reach the client, `kept` what the session keeps of its replies, `close` whether the client's connection ends with the reply. While `is_plain`
-    is True body bytes pass as they are; otherwise what `take` returns is passed. Whoever has the body without its transfer
-    coding gives it to `body_reader` first.
+    `key` is what must not reach the client, `kept` what the session keeps of its replies, `close` whether the client's
+    connection ends with the reply. While `is_plain` is True body bytes pass as they are; otherwise what `take` returns is
+    passed. Whoever has the body without its transfer coding gives it to `body_reader` first.
     """
 
     __slots__ = (

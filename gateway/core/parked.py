@@ -14,11 +14,11 @@ from typing import Annotated, Final
 
 import msgspec
 
-from gateway.contract.policy import Grant
+from gateway.contract.policy import Count, Grant
 from gateway.core.authority import AuthorityError, parse_authority
 
-# To be raised with every change of the structs below, or of the messages in `gateway/channel.py`. A record of another version is refused: it says nothing that this
-# one could rely on.
+# To be raised with every change of the structs below, or of the messages in `gateway/channel.py`. A record of another
+# version is refused: it says nothing that this one could rely on.
 VERSION: Final = 4
 # A snapshot of 10,000 sessions is about 10 MB, what 10,000 tunnels hold at most 640 MB; more is no record of ours.
 MAX_BYTES: Final = 1 << 30
@@ -29,7 +29,6 @@ _HEADER: Final = struct.Struct(">16sIQ32s")
 
 # A place in the list of descriptors that come with the record.
 Place = Annotated[int, msgspec.Meta(ge=0)]
-Count = Annotated[int, msgspec.Meta(ge=0)]
 SessionId = Annotated[str, msgspec.Meta(pattern="^[a-z0-9-]{1,64}$")]
 Sha256 = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 

@@ -20,6 +20,8 @@ MAX_JSON_BYTES: Final = 8 * 1024 * 1024
 MAX_KEPT_BYTES: Final = 16 * 1024 * 1024
 KEPT_UNCOUNTED_BYTES: Final = 64 * 1024
 MAX_MODEL_CHARS: Final = 128
+# More than any model gives in one reply, and small enough to be summed up: what processes tell each other holds 64 bits.
+MAX_TOKENS: Final = 1 << 40
 _MARK: Final = b'"usage"'
 _LINE_ENDS: Final = (b"\n", b"\r\n")
 _BLANK_LINES: Final = (b"\n\n", b"\n\r\n")
@@ -157,15 +159,19 @@ class UsageReader(ABC):
             fresh = fresh - read if fresh is not None else None
         written = counts.cache_creation_input_tokens
         made = counts.output_tokens if counts.output_tokens is not None else counts.completion_tokens
-        # A negative count would refill a budget; no provider sends one.
         if fresh is not None:
-            usage.input_tokens = max(0, fresh)
+            usage.input_tokens = _bounded(fresh)
         if read is not None:
-            usage.cache_read_tokens = max(0, read)
+            usage.cache_read_tokens = _bounded(read)
         if written is not None:
-            usage.cache_write_tokens = max(0, written)
+            usage.cache_write_tokens = _bounded(written)
         if made is not None:
-            usage.output_tokens = max(0, made)
+            usage.output_tokens = _bounded(made)
+
+
+def _bounded(count: int) -> int:
+    # A negative count would refill a budget; no provider sends one.
+    return min(max(0, count), MAX_TOKENS)
 
 
 class StreamUsage(UsageReader):

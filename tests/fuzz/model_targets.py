@@ -15,7 +15,7 @@ from gateway.core.model_reply import Reply
 from gateway.core.model_request import Opening, RequestReader, RequestRules, Unacceptable
 from gateway.core.providers import SHAPES
 from gateway.core.redact import redact
-from gateway.core.usage import JsonUsage, Kept, StreamUsage, TokenUsage, UsageReader
+from gateway.core.usage import MAX_TOKENS, JsonUsage, Kept, StreamUsage, TokenUsage, UsageReader
 from gateway.net.upstream import UpstreamConnection
 from tests.fuzz.properties import check_message, pieces, settled
 
@@ -100,7 +100,7 @@ def model_body(data: bytes) -> None:
 
 
 def usage(data: bytes) -> None:
-    """`StreamUsage`, `JsonUsage`: never negative, never a failure, the same however the reply arrives."""
+    """`StreamUsage`, `JsonUsage`: counts within bounds, never a failure, the same however the reply arrives."""
     for kind in (StreamUsage, JsonUsage):
 
         def read(parts: list[bytes], kind: type[UsageReader] = kind) -> tuple[TokenUsage, str, bool]:
@@ -113,7 +113,8 @@ def usage(data: bytes) -> None:
         whole = read([data])
         assert read(pieces(data)) == whole
         counts, model, _ = whole
-        assert min(counts.input_tokens, counts.output_tokens, counts.cache_read_tokens, counts.cache_write_tokens) >= 0
+        for count in (counts.input_tokens, counts.output_tokens, counts.cache_read_tokens, counts.cache_write_tokens):
+            assert 0 <= count <= MAX_TOKENS
         assert model.isascii()
         assert len(model) <= 1_000
 

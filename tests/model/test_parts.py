@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gateway.contract.framing import encode
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.chunked import MAX_CHUNKS, ChunkedError, ChunkedReader, encode_chunk
 from gateway.core.headers import ReplyHead, passed_headers
@@ -16,7 +17,7 @@ from gateway.core.model_refusal import ModelRefusal, encode_refusal
 from gateway.core.model_request import Opening, RequestReader, RequestRules, is_for_model
 from gateway.core.providers import ANTHROPIC, OPENAI, SHAPES, BodyRule, ProviderSettings, parse_upstream
 from gateway.core.redact import Redactor
-from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, JsonUsage, Kept, StreamUsage, TokenUsage
+from gateway.core.usage import MAX_JSON_BYTES, MAX_LINE_BYTES, MAX_TOKENS, JsonUsage, Kept, StreamUsage, TokenUsage
 from gateway.core.verdict import DenyReason
 
 
@@ -185,6 +186,17 @@ def test_negative_counts_refill_nothing() -> None:
     reader.feed(b'{"usage":{"input_tokens":-5,"output_tokens":-1,"cache_read_input_tokens":-9}}')
     reader.end()
     assert reader.usage == TokenUsage()
+
+
+def test_absurd_counts_are_bounded_so_that_reports_and_records_can_hold_their_sum() -> None:
+    reader, account = JsonUsage(Kept()), ModelAccount(ModelBudget(), Usage())
+    reader.feed(b'{"usage":{"input_tokens":%b,"output_tokens":%b}}' % (b"9" * 30, b"9" * 4_000))
+    reader.end()
+    account.settle(None, reader.usage, Outcome.KNOWN)
+    account.settle(None, reader.usage, Outcome.KNOWN)
+    assert account.usage().output_tokens == 2 * MAX_TOKENS
+    encode(account.usage())
+    encode(account.parked())
 
 
 def test_a_line_or_reply_without_end_is_not_kept_without_end() -> None:

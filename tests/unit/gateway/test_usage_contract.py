@@ -1,4 +1,4 @@
-"""What was used is never negative where it is read: a report of less than nothing would fill a budget up again."""
+"""What was used is never negative where it is read, which would fill a budget up again, and its sum can always be told."""
 
 import msgspec
 import pytest
@@ -20,3 +20,9 @@ def test_a_message_with_a_negative_count_is_none_of_the_contract(used: Usage) ->
 
 def test_nothing_used_is_well() -> None:
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(LEAST), type=Usage) == LEAST
+
+
+def test_the_sum_of_the_largest_reports_is_one_that_a_grant_can_say() -> None:
+    most = Usage(*[(1 << 64) - 1] * len(Usage.__struct_fields__))
+    grant = Grant(session="s1", token_sha256="0" * 64, used=most.plus(most))
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(PutGrant(1, grant)), type=FromControl) == PutGrant(1, grant)
