@@ -199,12 +199,9 @@ class Life:
         """Lead the runner: hello, the session's command, shutdown; end the session when the runner stays away."""
         limits, channel, life = self._services.limits, self.channel, self.record.life
         if not self._adopted or life.connected_at is None:
-            try:
-                async with asyncio.timeout(limits.hello_timeout_ms / 1000):
-                    await channel.present.wait()
-            except TimeoutError:
-                message = f"the runner did not say hello within {limits.hello_timeout_ms / 1000:g} s"
-                raise EndError(Reason.HELLO_TIMEOUT, message) from None
+            allowed_s = limits.hello_timeout_ms / 1000
+            if not await self._comes(channel.present, allowed_s):
+                raise EndError(Reason.HELLO_TIMEOUT, f"the runner did not say hello within {allowed_s:g} s")
         staying = asyncio.create_task(self._stay_connected(), name="runner-presence")
         leading = asyncio.create_task(self._lead(), name="runner-lead")
         try:
@@ -217,22 +214,25 @@ class Life:
             await asyncio.gather(staying, leading, return_exceptions=True)
 
     async def _stay_connected(self) -> None:
-        """Raise EndError when the runner is away for too long. While the gateway is away too, it is not its fault."""
+        """Raise EndError when the runner is away for too long."""
         allowed_s = self._services.limits.runner_reconnect_ms / 1000
-        channel, link = self.channel, self._services.link
         while True:
-            await channel.gone.wait()
-            left_s = allowed_s
-            while not channel.present.is_set():
-                if left_s <= 0:
-                    raise EndError(Reason.RUNNER_LOST, f"the runner was away for {allowed_s:g} s")
-                step_s = min(left_s, PRESENCE_STEP_S)
-                try:
-                    async with asyncio.timeout(step_s):
-                        await channel.present.wait()
-                except TimeoutError:
-                    if link.connected:
-                        left_s -= step_s
+            await self.channel.gone.wait()
+            if not await self._comes(self.channel.present, allowed_s):
+                raise EndError(Reason.RUNNER_LOST, f"the runner was away for {allowed_s:g} s")
+
+    async def _comes(self, event: asyncio.Event, allowed_s: float) -> bool:
+        """Wait for what the runner is to do in so much time; while the gateway is away none passes: it is not its fault."""
+        left_s = allowed_s
+        while left_s > 0 and not event.is_set():
+            step_s = min(left_s, PRESENCE_STEP_S)
+            try:
+                async with asyncio.timeout(step_s):
+                    await event.wait()
+            except TimeoutError:
+                if self._services.link.connected:
+                    left_s -= step_s
+        return event.is_set()
 
     async def _lead(self) -> None:
         spec, life = self.record.spec, self.record.life
@@ -251,13 +251,8 @@ class Life:
             code = (await handle.completed).exit_code
         await self.channel.present.wait()
         await self.channel.shutdown(code, int(SHUTDOWN_GRACE_S * 1000) // 2)
-        left_s = SHUTDOWN_GRACE_S
-        while left_s > 0:
-            step_s = min(left_s, PRESENCE_STEP_S)
-            await asyncio.sleep(step_s)
-            # Without a gateway it may not have been told yet.
-            if self._services.link.connected:
-                left_s -= step_s
+        # Its end is told by its container's.
+        await self._comes(asyncio.Event(), SHUTDOWN_GRACE_S)
         raise EndError(Reason.SHUTDOWN_TIMEOUT, "the runner did not end when its command had")
 
     async def _time_limit(self) -> None:

@@ -234,6 +234,25 @@ async def test_a_command_that_kills_itself_has_not_been_killed(host: Host) -> No
     assert (ended.life.reason, ended.life.exit and ended.life.exit.code) == (Reason.EXIT_CODE, 137)
 
 
+async def test_no_time_to_say_hello_passes_while_the_gateway_is_away(
+    stopped_host: Host, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stopped_host.settings["limits"]["hello_timeout_ms"] = 50
+    stopped_host.engine.images["silent"] = ["sh", "-c", "exec sleep 1000"]
+    await stopped_host.start()
+    link = stopped_host.control.link
+    away = iter(range(10))
+
+    def is_connected(self: object) -> bool:
+        # Until the container runs it is needed.
+        return "start" not in stopped_host.engine.calls or next(away, None) is None
+
+    monkeypatch.setattr(type(link), "connected", property(is_connected))
+    session = await stopped_host.launch("true", image="silent")
+    assert (await stopped_host.ended(session)).life.reason is Reason.HELLO_TIMEOUT
+    assert next(away, None) is None
+
+
 async def test_a_runner_that_stays_away_ends_the_session(stopped_host: Host) -> None:
     stopped_host.settings["limits"]["runner_reconnect_ms"] = 200
     await stopped_host.start()
