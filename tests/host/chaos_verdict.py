@@ -146,7 +146,7 @@ def check_audit(
         unwritten,
         events,
         made,
-        cut and cut.message,
+        cut and cut.name,
         lines,
         tunnels,
     )

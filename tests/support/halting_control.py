@@ -142,20 +142,19 @@ def _end_soon() -> None:
         limits = msgspec.structs.replace(services.limits, **soon)
         make(self, of, dataclasses.replace(services, limits=limits), *arguments, **named)
 
-    Life.__init__ = made  # type: ignore[method-assign]
+    Life.__init__ = made  # type: ignore[method-assign, assignment]
 
 
 def _sweep_only_to_die() -> None:
     """Keep what has ended for the daemon that is to die of it; it finds all of it older than it may become."""
     if _how.startswith("store-forget--"):
-        now_ms = retention.now_ms
-        retention.now_ms = lambda: now_ms() + _LATER_MS
+        retention.now_ms = lambda: record.now_ms() + _LATER_MS  # type: ignore[attr-defined]
     elif not _how.startswith("store-put-sizes--"):
 
         async def never(_: retention.Retention) -> None:
             await asyncio.Event().wait()
 
-        retention.Retention.sweep = never  # type: ignore[method-assign]
+        retention.Retention.sweep = never  # type: ignore[method-assign, assignment]
 
 
 _hold_journal()
