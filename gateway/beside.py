@@ -179,7 +179,10 @@ class Successor:
     @classmethod
     async def start(cls) -> "Successor":
         """Start it and wait until it is ready. Raises SuccessionError."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise SuccessionError(f"the next gateway did not start: {error.strerror}") from error
         environment = {name: value for name, value in os.environ.items() if name not in _OWN}
         environment[CHANNEL] = str(theirs.fileno())
         channel = Channel(ours)

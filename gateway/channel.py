@@ -131,7 +131,12 @@ class Channel:
         """Return the next message, None when the other process has ended. Raises SuccessionError."""
         loop = asyncio.get_running_loop()
         try:
-            return decode(await loop.sock_recv(self.sock, _MAX_MESSAGE_BYTES))
+            try:
+                data = await loop.sock_recv(self.sock, _MAX_MESSAGE_BYTES)
+            except ConnectionResetError:
+                # It ended with a message of ours unread. The kernel says so once, before what it had said last (unix(7)).
+                data = await loop.sock_recv(self.sock, _MAX_MESSAGE_BYTES)
+            return decode(data)
         except OSError:
             return None
 

@@ -51,7 +51,10 @@ def remove(name: str, environment: Mapping[str, str] = os.environ) -> bool:
 
 def barrier(environment: Mapping[str, str] = os.environ, seconds: float = _BARRIER_S) -> bool:
     """Wait until the manager has read all that was sent before (sd_notify_barrier(3)); False when it does not in time."""
-    ours, theirs = os.pipe2(os.O_CLOEXEC)
+    try:
+        ours, theirs = os.pipe2(os.O_CLOEXEC)
+    except OSError:
+        return False
     try:
         sent = notify("BARRIER=1", environment, [theirs])
     finally:
@@ -70,7 +73,10 @@ class Parcel:
 
     def __init__(self, record: bytes, descriptors: Sequence[int]) -> None:
         """Pack it. Raises ParcelError."""
-        self._near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            self._near, self.far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        except OSError as error:
+            raise ParcelError(f"descriptors cannot be handed over: {error.strerror}") from error
         try:
             post(self._near, record, descriptors)
         except ParcelError:
@@ -92,8 +98,9 @@ class Parcel:
 
 def post(sock: socket.socket, record: bytes, descriptors: Sequence[int]) -> None:
     """Send a record and descriptors to a SOCK_SEQPACKET socket, never waiting. Raises ParcelError."""
-    memory = os.memfd_create("opificia-parked", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    memory = -1
     try:
+        memory = os.memfd_create("opificia-parked", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         view = memoryview(record)
         while view:
             view = view[os.write(memory, view) :]
@@ -109,7 +116,8 @@ def post(sock: socket.socket, record: bytes, descriptors: Sequence[int]) -> None
     except OSError as error:
         raise ParcelError(f"descriptors cannot be handed over: {error.strerror}") from error
     finally:
-        os.close(memory)
+        if memory >= 0:
+            os.close(memory)
 
 
 def receive(parcel: int, max_bytes: int) -> tuple[bytes, list[int]]:

@@ -1,7 +1,11 @@
 """How the daemons write their logs: a message is one line, whatever a peer has put into what it quotes."""
 
+import codecs
 import logging
 import sys
+
+# Now: the module that it is in cannot be read by a process without a descriptor to spare, whose messages are wanted most.
+codecs.lookup("unicode_escape")
 
 
 def one_line(text: str) -> str:

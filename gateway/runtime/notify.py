@@ -14,7 +14,7 @@ _FEEDINGS = 3
 
 
 def notify(state: str, environment: Mapping[str, str] = os.environ, descriptors: Sequence[int] = ()) -> bool:
-    """Send `state` (`READY=1`, `STOPPING=1`, `WATCHDOG=1`) to the service manager; tell whether there is one.
+    """Send `state` (`READY=1`, `STOPPING=1`, `WATCHDOG=1`) to the service manager; tell whether it was told.
 
     It gets copies of `descriptors` with it.
     """
@@ -23,15 +23,16 @@ def notify(state: str, environment: Mapping[str, str] = os.environ, descriptors:
         return False
     if path.startswith("@"):
         path = "\0" + path[1:]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
-        try:
+    try:
+        # Also this may fail: a process without a descriptor to spare tells nothing, and goes on.
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as sender:
             sender.connect(path)
             if descriptors:
                 socket.send_fds(sender, [state.encode()], descriptors)
             else:
                 sender.send(state.encode())
-        except OSError:
-            return False
+    except OSError:
+        return False
     return True
 
 

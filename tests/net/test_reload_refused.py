@@ -3,12 +3,16 @@
 import asyncio
 import re
 import shutil
+import signal
 import socket
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from gateway.core.parked import VERSION
+from tests.host.chaos_windows import no_more_descriptors
+from tests.net.test_handover import until
 from tests.net.test_reload import reloaded
 from tests.net.test_tunnel import opened
 from tests.support.code import readable_code
@@ -74,6 +78,27 @@ async def test_an_address_that_another_program_has_leaves_the_old_process_and_it
             assert gateway.pid != first
             await client.send(b"z")
             assert await client.read_exactly(1) == b"z"
+
+
+async def test_a_gateway_without_a_descriptor_to_spare_outlives_a_reload_and_a_sighup_with_its_tunnels() -> None:
+    with gateway_process(stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            first = gateway.pid
+            with no_more_descriptors(Path("/proc"), first, lambda argv: subprocess.run(argv, check=True)):
+                manager.signal(signal.SIGUSR2)
+                await until(lambda: not manager.running or "this gateway goes on" in gateway.log())
+                manager.signal(signal.SIGHUP)
+                await until(lambda: not manager.running or "INFO gateway.app: reloaded" in gateway.log())
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            assert "sessions.toml: cannot be read: Too many open files" in gateway.log()
+            assert "Traceback" not in gateway.log()
+            await reloaded(gateway)
+            assert gateway.pid != first
+            await client.send(b"y")
+            assert await client.read_exactly(1) == b"y"
 
 
 async def test_a_record_that_nobody_would_read_is_found_out_before_anything_is_let_go() -> None:

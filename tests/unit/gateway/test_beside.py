@@ -70,6 +70,18 @@ async def test_a_process_that_has_ended_keeps_nobody_waiting(ends: tuple[Channel
     assert successor.has_heard
 
 
+async def test_the_last_words_of_a_process_that_ended_before_it_heard_all_are_heard(
+    ends: tuple[Channel, Channel],
+) -> None:
+    near, far = ends
+    words = [Spent("s0", Usage(egress_bytes_up=number), 0) for number in (1, 2)]
+    for word in words:
+        near.post(word)
+    far.post(End())
+    near.close()
+    assert [await far.read() for _ in range(3)] == [*words, None]
+
+
 @pytest.mark.parametrize("said", [b"\x81", b"\x81\xa4type\xa6of old"])
 async def test_what_cannot_be_understood_cuts_what_an_old_process_kept(
     ends: tuple[Channel, Channel], said: bytes

@@ -1,6 +1,7 @@
 """Parcels: a record and descriptors through one socket; and what the manager is told."""
 
 import os
+import resource
 import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ import pytest
 
 from gateway.runtime import fdstore
 from gateway.runtime.fdstore import Parcel, ParcelError, receive
+from gateway.runtime.notify import notify
 
 
 @contextmanager
@@ -159,6 +161,38 @@ def test_a_barrier_is_passed_when_the_manager_has_closed_its_end(tmp_path: Path)
         for descriptor in descriptors:
             os.close(descriptor)
     assert not fdstore.barrier({}, seconds=10)
+
+
+@pytest.mark.parametrize("spare", [0, 1, 2])
+def test_without_descriptors_to_spare_nothing_is_told_or_packed_and_nothing_is_left_open(
+    tmp_path: Path, spare: int
+) -> None:
+    path = tmp_path / "notify"
+    environment = {"NOTIFY_SOCKET": str(path)}
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as manager:
+        manager.bind(str(path))
+        before = open_descriptors()
+        free = [os.dup(manager.fileno()) for _ in range(spare)]
+        # None of the lower numbers is free: the kernel gives out the lowest.
+        resource.setrlimit(resource.RLIMIT_NOFILE, (max(free, default=manager.fileno()) + 1, hard))
+        fill = []
+        try:
+            while True:
+                fill.append(os.dup(manager.fileno()))
+        except OSError:
+            for descriptor in free:
+                os.close(descriptor)
+        try:
+            told = notify("READY=1", environment), fdstore.barrier(environment, seconds=0.01)
+            with pytest.raises(ParcelError, match="Too many open files"):
+                Parcel(b"record", [])
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+            for descriptor in fill:
+                os.close(descriptor)
+        assert told == (spare > 0, False)
+        assert open_descriptors() == before
 
 
 def test_descriptors_for_another_process_are_not_ours() -> None:
