@@ -242,7 +242,9 @@ held = [socket.create_connection(("opificia-gateway", 8900)) for _ in range(12)]
 answers = []
 for connection in held:
     connection.settimeout(5)
-    try: answers.append(len(connection.recv(64)) > 0)
+    try:
+        connection.sendall(b"x")
+        answers.append(len(connection.recv(64)) > 0)
     except OSError: answers.append(False)
 print(sum(answers))
 """

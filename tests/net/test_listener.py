@@ -16,6 +16,12 @@ async def test_connections_of_sandboxes_are_not_paced_and_those_to_the_internet_
             assert default in congestion_control(f"dport = :{server.port}")
 
 
+async def test_closes_a_connection_that_says_nothing_at_the_deadline() -> None:
+    with gateway_process({"limits": {"head_timeout_ms": 300}}) as gateway:
+        async with await gateway.client() as client:
+            assert await client.read_to_end() == b""
+
+
 def congestion_control(sockets: str) -> list[str]:
     """Return the words that ss(8) has for the TCP sockets of a filter, their congestion control among them."""
     return subprocess.run(["ss", "-tinH", sockets], check=True, capture_output=True, text=True).stdout.split()

@@ -29,6 +29,9 @@ from tests.support.paths import IMAGES
 from tests.support.sockets import Client
 
 _CLONE_NEWNET: Final = 0x40000000  # sched.h
+# As /proc/net/tcp has them.
+_ESTABLISHED: Final = "01"
+_SYN_RECEIVED: Final = "03"
 _HOST_ID: Final = "forwarded-tests"
 # How many sessions one test may have: each is bound to an address of its own.
 ADDRESSES: Final = 8
@@ -119,6 +122,22 @@ class Forwarded:
         loop = asyncio.get_running_loop()
         await loop.sock_connect(sock, (str(self.network.forwarder), self.network.gateway_port))
         return Client(*await asyncio.open_connection(sock=sock))
+
+    def waiting_for_the_forwarder(self) -> int:
+        """Return how many connections to the forwarder it has not accepted yet."""
+        client = self._engine.client()
+        try:
+            pid = client.containers.get(self.network.gateway_name).attrs["State"]["Pid"]
+        finally:
+            client.close()
+        port = f":{self.network.gateway_port:04X}"
+        count = 0
+        for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]:
+            # proc(5): number, both addresses, state, queues, timers, retransmissions, uid, timeouts, inode.
+            _, local, _, state, *_, inode = line.split()[:10]
+            if local.endswith(port):
+                count += state == _SYN_RECEIVED or (state == _ESTABLISHED and inode == "0")
+        return count
 
     def _socket_inside(self) -> socket.socket:
         made: list[socket.socket | OSError] = []
