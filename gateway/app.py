@@ -128,6 +128,9 @@ class App:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._stopping.set)
         loop.add_signal_handler(signal.SIGUSR2, self._replacing.set)
+        # What is taken up is judged by what was read before, so a SIGHUP that comes early is for later.
+        early_hangup = asyncio.Event()
+        loop.add_signal_handler(signal.SIGHUP, early_hangup.set)
         config, limits, metrics = self._config, self._config.limits, self.gateway.metrics
         descriptors = DescriptorBudget.of_limit(raise_descriptor_limit())
         if config.egress.allow_loopback:
@@ -207,6 +210,8 @@ class App:
             notify("READY=1")
             inheritance.announce()
             log.info("serving sandboxes on %s", config.listen.sandbox)
+            if early_hangup.is_set():
+                self._reload(services)
             ending = Ending(services, listener, Parking(services, listener, epoch), self._stopping)
             successor = await self._serve(ending)
             if successor is None:

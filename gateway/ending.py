@@ -80,6 +80,10 @@ class Ending:
             self._services.end_relays(keep=True)
             await self._until(self._is_paused, self._services.loop.time() + FLUSH_S)
             await self._until(self._is_paused_but_for_unread, end)
+            if self._stopping.is_set():
+                # Who told this process may not have known of the next one, and waits for all of them to end.
+                successor.close()
+                raise SuccessionError("the process was told to stop")
             self._gateway.model.hand_back()
             record, descriptors = self._parking.pack(own, passed)
             successor.hand(record, descriptors)

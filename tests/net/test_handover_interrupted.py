@@ -2,13 +2,14 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 
 import pytest
 
 from tests.net.test_handover import until
 from tests.net.test_tunnel import opened
-from tests.support.gateway_process import gateway_process
+from tests.support.gateway_process import TOKEN, gateway_process
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import echo_server
 
@@ -111,3 +112,51 @@ async def test_a_thousand_tunnels_go_on_after_a_restart_and_a_reload() -> None:
                     client.writer.write(b"x")
                 for client in clients:
                     assert await client.read_exactly(1) == b"x"
+
+
+async def test_a_process_that_is_stopped_while_the_next_one_starts_beside_it_stops() -> None:
+    with gateway_process(stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            first = gateway.pid
+            # The next one reads its configuration when it is written.
+            file = gateway.base / "gateway.toml"
+            text = file.read_text()
+            file.unlink()
+            os.mkfifo(file)
+            manager.signal(signal.SIGUSR2)
+            await until(lambda: any(each.startswith("RELOADING=1") for each in manager.messages))
+            # To this one alone: the other may have been forked a moment later.
+            manager.signal(signal.SIGTERM)
+            await asyncio.to_thread(file.write_text, text)
+            await until(lambda: not manager.running)
+            file.unlink()
+            gateway.write_files()
+            assert gateway.pid == first
+            assert manager.names == ["parked"]
+            await asyncio.to_thread(manager.start)
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+        assert "Traceback" not in gateway.log()
+
+
+async def test_a_sighup_while_a_process_takes_up_tunnels_waits_until_it_serves() -> None:
+    with gateway_process(sessions=[{"id": "s1"}, {"id": "s2"}], stored=8) as gateway:
+        manager = gateway.manager
+        assert manager is not None
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+
+            def revoke() -> None:
+                # The new process has read the file as it was.
+                gateway.sessions = [each for each in gateway.sessions if each["id"] == "s1"]
+                gateway.write_files()
+                manager.signal(signal.SIGHUP)
+
+            manager.then["FDSTORE=1\nFDNAME=alive"] = revoke
+            await asyncio.to_thread(gateway.restart)
+            await client.send(b"x")
+            assert await client.read_exactly(1) == b"x"
+            await until(lambda: "INFO gateway.app: reloaded" in gateway.log())
+            async with await gateway.client("s1") as other:
+                assert (await other.tunnel(f"127.0.0.1:{server.port}", ("s2", TOKEN))).status == 407
