@@ -19,7 +19,8 @@ from gateway.unfinished import Unfinished
 
 log = logging.getLogger("gateway.ending")
 
-# How long a client that is slow to take a reply keeps a reload, and the HTTP connections that have paused for it, waiting.
+# How long a reply that goes on, or a client that is slow to take one, keeps a reload, and the HTTP connections that have
+# paused for it, waiting.
 FLUSH_S: Final = 0.5
 # How often draining looks whether all has ended.
 _POLL_S: Final = 0.05
@@ -171,7 +172,7 @@ class Ending:
         return all(runner.splicer is not None for runner in self._services.runners)
 
     def _is_paused(self) -> bool:
-        return not any(relay.will_pause for relay in self._services.relays)
+        return not any(relay.will_pause or relay.has_promised for relay in self._services.relays)
 
     def _is_paused_but_for_unread(self) -> bool:
         return not any(relay.will_pause and relay.is_sent for relay in self._services.relays)

@@ -337,6 +337,11 @@ class PlainRelay:
         return self._pauses and not self._is_serving
 
     @property
+    def has_promised(self) -> bool:
+        """Whether it pauses when the present reply is whole, whose client was told that it may ask again."""
+        return self._pauses and self._exchange is not None and self._exchange.keeps_client
+
+    @property
     def is_sent(self) -> bool:
         """Whether the client has taken all of the last reply."""
         return not (self._client.is_connected and self._client.has_unsent)

@@ -73,6 +73,11 @@ class Exchange:
         return self._response is not None
 
     @property
+    def keeps_client(self) -> bool:
+        """Whether the client has been told that its connection takes another request."""
+        return self.has_answered and self._keep_client
+
+    @property
     def active(self) -> float:
         """When a byte last moved, in the loop's time."""
         return max(self._client.active, self._upstream.active)
@@ -134,9 +139,13 @@ class Exchange:
     def _step_down(self) -> bool:
         if self._client.is_full:
             return False
+        moved = False
         if self._download is None:
-            return self._read_head()
-        return self._read_body(self._download)
+            moved = self._read_head()
+        # In the same step: of a short reply the client has all or nothing, whatever comes next.
+        if self._download is not None and self.ending is None:
+            moved = self._read_body(self._download) or moved
+        return moved
 
     def _read_head(self) -> bool:
         upstream, request = self._upstream, self._request
