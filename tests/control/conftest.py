@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 import tempfile
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from pathlib import Path
 
@@ -23,20 +23,10 @@ from control.spec import SandboxSpec
 from gateway.runtime.settings import parse
 from tests.support.fake_engine import FakeEngine
 from tests.support.fake_gateway import FakeGateway
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.postgres import Postgres
 
 _databases = itertools.count(1)
-
-
-async def until(condition: Callable[[], bool], what: str = "the condition") -> None:
-    """Wait for a condition of another task of this loop."""
-    try:
-        async with asyncio.timeout(PATIENCE_S):
-            while not condition():
-                await asyncio.sleep(0.005)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not come true") from None
 
 
 class Host:

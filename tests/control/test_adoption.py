@@ -13,7 +13,8 @@ from control.docker.types import LogStream
 from control.plan.container import LABEL_POLICY
 from control.plan.session import EndRequested, Reason, SessionState
 from control.sessions import journal, strays
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
+from tests.support.patience import until
 
 S = SessionState
 

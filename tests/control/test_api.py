@@ -25,9 +25,9 @@ from control.runner.messages import Encoding, Stream
 from control.sessions import folders
 from control.spec import SandboxSpec
 from gateway.contract.policy import Usage
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
 from tests.support.gateway_process import free_port
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 S = SessionState
 TOKEN = "t" * 40

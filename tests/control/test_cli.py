@@ -19,8 +19,8 @@ from control.cli.app import app
 from control.cli.parse import ParseError, duration_ms, size_bytes
 from control.plan.session import SessionState
 from gateway.runtime.version import version
-from tests.control.conftest import Host, until
-from tests.support.patience import PATIENCE_S
+from tests.control.conftest import Host
+from tests.support.patience import PATIENCE_S, until
 
 _started: list[asyncio.subprocess.Process] = []
 

@@ -7,7 +7,8 @@ from control.db.database import StoreUnavailableError
 from control.plan.session import Reason, SessionState
 from control.sessions import journal, manager, record, usage
 from control.spec import SandboxSpec
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
+from tests.support.patience import until
 from tests.support.postgres import Postgres
 
 S = SessionState

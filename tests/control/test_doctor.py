@@ -26,7 +26,8 @@ from control.doctor.host import (
 )
 from control.doctor.trial import CHECKS, Subject, _findings, try_sandbox
 from control.runner.messages import Stream
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
+from tests.support.patience import until
 
 
 def test_the_probe_sees_an_open_port_among_closed_ones() -> None:

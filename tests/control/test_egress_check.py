@@ -11,8 +11,9 @@ from control.plan.session import SessionState
 from control.spec import SessionPolicy
 from gateway.contract.opinion import EgressOpinion, EgressStep, JudgedAddress
 from gateway.contract.policy import EgressBudget, NetworkLevel
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
 from tests.control.test_cli import opificia
+from tests.support.patience import until
 
 PYPI = EgressOpinion(
     asked="files.example.com",

@@ -4,7 +4,8 @@ import pytest
 
 from control.plan.session import Reason, SessionState
 from control.sessions import expiry
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
+from tests.support.patience import until
 
 
 @pytest.fixture(autouse=True)

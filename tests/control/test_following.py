@@ -13,7 +13,8 @@ from control.api.types import Problem
 from control.client import ControlClient, ControlError, ControlUnavailableError
 from control.exchange import Answer
 from control.plan.session import SessionState
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
+from tests.support.patience import until
 
 PATIENCE_S = 30.0
 

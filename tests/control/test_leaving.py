@@ -13,8 +13,8 @@ from control.api.types import EventView
 from control.client import ControlClient, ControlUnavailableError
 from control.db.database import StoreUnavailableError
 from control.plan.session import SessionState
-from tests.control.conftest import Host, until
-from tests.support.patience import PATIENCE_S
+from tests.control.conftest import Host
+from tests.support.patience import PATIENCE_S, until
 
 TALK = ("sh", "-c", "while :; do echo 01234567890123456789; done")
 

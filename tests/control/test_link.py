@@ -17,10 +17,9 @@ from gateway.contract.limits import GatewayLimits
 from gateway.contract.messages import PROTOCOL_VERSION, Ack, FromControl, Snapshot, Welcome
 from gateway.contract.policy import EgressBudget, Grant, NetworkLevel, Usage
 from gateway.runtime.addresses import UnixAddress, listen
-from tests.control.conftest import until
 from tests.support.fake_gateway import FakeGateway
 from tests.support.paths import CHECKOUT
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 
 @pytest.fixture

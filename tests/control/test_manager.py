@@ -18,8 +18,8 @@ from control.runner.messages import Completed, Run
 from control.sessions import journal, launch, life, manager, strays, usage
 from control.sessions.refusals import NoSuchSessionError, WrongStateError
 from gateway.contract.policy import Usage
-from tests.control.conftest import Host, until
-from tests.support.patience import PATIENCE_S
+from tests.control.conftest import Host
+from tests.support.patience import PATIENCE_S, until
 
 S = SessionState
 

@@ -24,8 +24,7 @@ from control.sessions import journal
 from control.sessions import record as record_module
 from control.sessions.record import Record, Recorder
 from control.spec import SandboxSpec
-from tests.control.conftest import until
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 
 class Flaky(Store):

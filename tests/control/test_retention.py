@@ -6,7 +6,8 @@ from control.plan.retention import FETCH_MS, Calendar, Keep, Kept, to_forget
 from control.plan.session import SessionState
 from control.sessions.record import now_ms
 from control.sessions.retention import Retention
-from tests.control.conftest import Host, until
+from tests.control.conftest import Host
+from tests.support.patience import until
 
 MIB = 1 << 20
 NOW = 10_000_000_000

@@ -43,10 +43,9 @@ from control.sessions.record import Record, Recorder
 from control.spec import SandboxSpec
 from gateway.contract.ids import token_sha256
 from gateway.contract.policy import Grant
-from tests.control.conftest import until
 from tests.support.app_server import AppServer
 from tests.support.fake_gateway import FakeGateway
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.processes import state
 
 TOKEN = "token-of-the-test"

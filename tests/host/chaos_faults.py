@@ -22,11 +22,12 @@ from control.plan.network import NetworkSettings
 from gateway.net.resolve import FAILURE_TTL_S
 from tests.host.chaos_load import HOST
 from tests.host.chaos_windows import READY_S, Fault, no_more_descriptors
-from tests.host.lives import EAT, ended, launch, until
+from tests.host.lives import EAT, ended, launch
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.engine import PrivateEngine
 from tests.support.host import PrivateHost
 from tests.support.hostside import without_rules
+from tests.support.patience import until
 from tests.support.postgres import Postgres
 
 # How long a fault that has a length lasts.

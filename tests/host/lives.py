@@ -2,7 +2,6 @@
 
 import asyncio
 import subprocess
-from collections.abc import Callable
 from typing import Any, Final
 
 import docker
@@ -13,6 +12,7 @@ from control.plan.session import Reason, SessionState
 from control.spec import SandboxSpec
 from gateway.contract.limits import MIB
 from tests.support.host import PrivateHost
+from tests.support.patience import until
 from tests.support.sandbox import IMAGE
 
 PATIENCE_S: Final = 120.0
@@ -40,16 +40,6 @@ SETTINGS: Final[dict[str, dict[str, Any]]] = {
 # Prints numbers until it is told to end, so that what is missing or doubled shows; its end is its own.
 COUNT: Final = "n=0; until [ -e /work/end ]; do n=$((n+1)); echo $n; sleep 0.05; done; exit 6"
 EAT: Final = "python3 -c 'b = []\nwhile True: b.append(bytearray(8 << 20))'"
-
-
-async def until(condition: Callable[[], bool], what: str, timeout_s: float = PATIENCE_S) -> None:
-    """Wait for a condition outside of this process."""
-    try:
-        async with asyncio.timeout(timeout_s):
-            while not condition():
-                await asyncio.sleep(0.05)
-    except TimeoutError:
-        raise AssertionError(f"{what} did not come true") from None
 
 
 async def launch(control: ControlClient, script: str = "", **fields: Any) -> str:

@@ -53,13 +53,14 @@ from tests.host.chaos_verdict import (
     report,
 )
 from tests.host.chaos_windows import READY_S, Fault, Schedule
-from tests.host.lives import SETTINGS, ended, execute, how, log, ready, until
+from tests.host.lives import SETTINGS, ended, execute, how, log, ready
 from tests.support import identities
 from tests.support.dns_server import DnsServer
 from tests.support.engine import PrivateEngine
 from tests.support.gateway_process import free_port
 from tests.support.host import Model, PrivateHost
 from tests.support.manager import Manager
+from tests.support.patience import until
 from tests.support.postgres import Postgres
 from tests.support.sandbox import IMAGE
 

@@ -23,10 +23,11 @@ from control.runner import client as reference_runner
 from control.sessions import journal
 from control.spec import Resources, SandboxSpec
 from tests.host.crash_points import AGAIN, CUT, KEEPING, LAUNCH_CUT, ODD_IMAGE, POINTS, REPORTS, life_of
-from tests.host.lives import SETTINGS, ended, how, launch, log, nothing_left, until
+from tests.host.lives import SETTINGS, ended, how, launch, log, nothing_left
 from tests.support.daemon import DaemonError
 from tests.support.engine import PrivateEngine
 from tests.support.host import Model, PrivateHost
+from tests.support.patience import until
 from tests.support.provider import INPUT_TOKENS
 from tests.support.sandbox import IMAGE
 

@@ -32,11 +32,11 @@ from tests.host.lives import (
     log,
     nothing_left,
     ready,
-    until,
 )
 from tests.support.engine import PrivateEngine
 from tests.support.faults import Fault, FaultProxy, Kind
 from tests.support.host import Model, PrivateHost
+from tests.support.patience import until
 from tests.support.postgres import Postgres
 from tests.support.sandbox import IMAGE
 

@@ -10,22 +10,10 @@ import pytest
 
 from control.client import ControlClient
 from control.plan.session import Reason, SessionState
-from tests.host.lives import (
-    COUNT,
-    SETTINGS,
-    counted,
-    ended,
-    execute,
-    how,
-    launch,
-    log,
-    nothing_left,
-    ready,
-    running,
-    until,
-)
+from tests.host.lives import COUNT, SETTINGS, counted, ended, execute, how, launch, log, nothing_left, ready, running
 from tests.support.engine import PrivateEngine
 from tests.support.host import Model, PrivateHost
+from tests.support.patience import until
 
 
 @pytest.fixture(scope="module")

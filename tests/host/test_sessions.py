@@ -34,12 +34,11 @@ from tests.host.lives import (
     nothing_left,
     ready,
     running,
-    until,
 )
 from tests.support.engine import PrivateEngine
 from tests.support.host import Model, PrivateHost
 from tests.support.hostside import without_rules
-from tests.support.patience import within
+from tests.support.patience import until, within
 from tests.support.sandbox import IMAGE
 
 

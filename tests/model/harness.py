@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from ipaddress import ip_address
 from pathlib import Path
@@ -22,7 +22,7 @@ from gateway.net.model import IPAddress, ModelClient
 from gateway.net.poller import Poller
 from gateway.registry import Registry, Session
 from tests.support.listener import bound
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import until
 
 TOKEN = "token-of-session-s1"
 KEY = "sk-operator-key-0123456789"
@@ -97,13 +97,6 @@ class Proxy:
     async def settled(self) -> None:
         """Wait until no request is in flight."""
         await until(lambda: self.gateway.model.running == 0)
-
-
-async def until(condition: Callable[[], bool], seconds: float = PATIENCE_S) -> None:
-    """Wait for a condition that no event announces."""
-    async with asyncio.timeout(seconds):
-        while not condition():
-            await asyncio.sleep(0.005)
 
 
 @contextlib.asynccontextmanager

@@ -10,9 +10,10 @@ import pytest
 
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.providers import ShapeName
-from tests.model.harness import TOKEN, Proxy, running_proxy, until
+from tests.model.harness import TOKEN, Proxy, running_proxy
 from tests.model.wire import STREAM_HEAD, Peer, Reply, ask, connected, request, scripted
 from tests.support.listener import bound
+from tests.support.patience import until
 from tests.support.provider import INPUT_TOKENS, OUTPUT_TOKENS, FakeProvider
 
 COST_IN = 35  # all the input of one reply of the fake provider, its cache included

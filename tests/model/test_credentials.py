@@ -6,8 +6,9 @@ import pytest
 
 from gateway.core.model_request import Opening
 from gateway.net.model import ModelClient
-from tests.model.harness import KEY, TOKEN, running_proxy, until
+from tests.model.harness import KEY, TOKEN, running_proxy
 from tests.model.wire import ask, connected, request
+from tests.support.patience import until
 from tests.support.provider import FakeProvider
 
 

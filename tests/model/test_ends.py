@@ -14,9 +14,9 @@ from gateway.core.model_reply import Reply
 from gateway.core.verdict import CloseReason
 from gateway.net import model as model_module
 from gateway.net import model_proxy
-from tests.model.harness import running_proxy, until
+from tests.model.harness import running_proxy
 from tests.model.wire import STREAM_HEAD, Peer, ask, connected, request, scripted
-from tests.support.patience import within
+from tests.support.patience import until, within
 from tests.support.provider import FakeProvider
 
 START = (

@@ -12,10 +12,10 @@ import pytest
 
 from gateway.core.providers import ProviderSettings
 from gateway.core.verdict import CloseReason
-from tests.model.harness import Proxy, running_proxy, until
+from tests.model.harness import Proxy, running_proxy
 from tests.model.wire import STREAM_HEAD, Peer, Reply, Upstream, ask, chunked, connected, reply, request, scripted
 from tests.support.faults import Fault, FaultProxy, Kind, Way
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 
 SLOW: Final = (
     Fault(Kind.DELAY, seconds=0.01),

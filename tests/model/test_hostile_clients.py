@@ -12,9 +12,10 @@ import pytest
 from gateway.net import upstream as upstream_module
 from gateway.net.poller import Poller
 from gateway.net.upstream import ConnectionKeeper
-from tests.model.harness import running_proxy, until
+from tests.model.harness import running_proxy
 from tests.model.test_ends import streaming
 from tests.model.wire import Peer, ask, connected, reply, request, scripted
+from tests.support.patience import until
 
 # Far more than any buffer on the way, far less than what was gathered before it was bounded.
 BOUND = 2_000_000

@@ -6,8 +6,9 @@ import json
 import anthropic
 import pytest
 
-from tests.model.harness import KEY, TOKEN, running_proxy, until
+from tests.model.harness import KEY, TOKEN, running_proxy
 from tests.model.wire import Peer, ask, chunked, connected, reply, request, scripted
+from tests.support.patience import until
 from tests.support.provider import FakeProvider
 
 

@@ -5,9 +5,9 @@ import json
 
 import pytest
 
-from tests.model.harness import running_proxy, until
+from tests.model.harness import running_proxy
 from tests.model.wire import Peer, ask, chunked, connected, reply, request, scripted
-from tests.support.patience import within
+from tests.support.patience import until, within
 from tests.support.provider import FakeProvider
 
 SMALL = {"max_request_bytes": 100_000}

@@ -14,9 +14,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from gateway.contract.policy import ModelBudget
 from gateway.core.verdict import CloseReason
-from tests.model.harness import Proxy, running_proxy, until
+from tests.model.harness import Proxy, running_proxy
 from tests.model.wire import STREAM_HEAD, reply, request
 from tests.support.listener import bound
+from tests.support.patience import until
 
 BODY = b'{"model":"m","max_tokens":50,"stream":true}'
 REQUESTS = {

@@ -10,8 +10,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from gateway.contract.policy import ModelBudget
-from tests.model.harness import running_proxy, until
+from tests.model.harness import running_proxy
 from tests.model.wire import STREAM_HEAD, Client, Peer, ask, chunked, connected, reply, request, scripted
+from tests.support.patience import until
 from tests.support.provider import FakeProvider
 
 # What a careless relay breaks: CRLF line ends, bare CR, a byte order mark, characters of three and four bytes, no last newline.

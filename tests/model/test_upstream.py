@@ -6,8 +6,9 @@ import ssl
 import pytest
 import trustme
 
-from tests.model.harness import KEY, running_proxy, until
+from tests.model.harness import KEY, running_proxy
 from tests.model.wire import Peer, ask, connected, reply, request, scripted
+from tests.support.patience import until
 from tests.support.provider import FakeProvider
 
 

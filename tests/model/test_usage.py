@@ -8,8 +8,9 @@ import pytest
 from gateway.contract.policy import ModelBudget, Usage
 from gateway.core.usage import KEPT_UNCOUNTED_BYTES, MAX_KEPT_BYTES, JsonUsage, StreamUsage
 from gateway.net.model_exchange import Exchange
-from tests.model.harness import running_proxy, until
+from tests.model.harness import running_proxy
 from tests.model.wire import STREAM_HEAD, Peer, ask, chunked, reply, request, scripted
+from tests.support.patience import until
 from tests.support.provider import (
     CACHE_READ_TOKENS,
     CACHE_WRITE_TOKENS,

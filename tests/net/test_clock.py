@@ -7,12 +7,12 @@ from typing import Any
 
 import pytest
 
-from tests.net.test_handover import until
 from tests.net.test_model import connected, message
 from tests.net.test_reload import END, START, TOLD, Story, telling
 from tests.net.test_tunnel import opened
 from tests.support.clock import DAY_S, HOUR_S, settable_clock
 from tests.support.gateway_process import GatewayProcess
+from tests.support.patience import until
 from tests.support.sockets import Client, echo_server
 
 HEAD_S = 3.0

@@ -6,7 +6,7 @@ import hashlib
 import os
 import re
 import socket
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -19,7 +19,7 @@ from tests.net.test_tunnel import HTTPS_ADDRESS, opened, server_on
 from tests.support.dns_server import DnsServer, Records, Silence
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import Exchange, origin, say_hello
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.sockets import Client, basic, echo, echo_server
 from tests.support.tls_server import Authority, client_hello
 
@@ -29,13 +29,6 @@ GOOD = ("s1", TOKEN)
 async def restarted(gateway: GatewayProcess) -> None:
     """Restart without stopping the test's own loop."""
     await asyncio.to_thread(gateway.restart)
-
-
-async def until(condition: Callable[[], bool]) -> None:
-    """Wait until something holds that another process does."""
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 def was_read(client: Client) -> bool:

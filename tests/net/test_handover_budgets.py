@@ -2,11 +2,12 @@
 
 import asyncio
 
-from tests.net.test_handover import until, was_read
+from tests.net.test_handover import was_read
 from tests.net.test_plain import ask
 from tests.net.test_tunnel import server_on
 from tests.support.gateway_process import TOKEN, gateway_process
 from tests.support.origin import Exchange, origin
+from tests.support.patience import until
 from tests.support.sockets import Client
 
 BYTES = 1_000_000

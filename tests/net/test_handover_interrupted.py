@@ -7,9 +7,9 @@ import signal
 
 import pytest
 
-from tests.net.test_handover import until
 from tests.net.test_tunnel import opened
 from tests.support.gateway_process import TOKEN, gateway_process
+from tests.support.patience import until
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import echo_server
 

@@ -14,10 +14,11 @@ from gateway.contract.policy import EgressBudget
 from gateway.core.parked import MAX_BYTES, VERSION, decode_parked
 from gateway.runtime import fdstore
 from tests.net.test_contract import Control, contracted, grant
-from tests.net.test_handover import GOOD, restarted, until, was_read
+from tests.net.test_handover import GOOD, restarted, was_read
 from tests.net.test_tunnel import opened
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.manager import Manager
+from tests.support.patience import until
 from tests.support.sockets import Client, Server, echo_server
 
 

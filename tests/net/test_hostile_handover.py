@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Final
 
-from tests.net.test_handover import restarted, until
+from tests.net.test_handover import restarted
 from tests.net.test_hostile_mix import attack, garbled, requests
 from tests.net.test_metrics_server import ask as ask_metrics
 from tests.net.test_metrics_server import get
@@ -18,7 +18,7 @@ from tests.net.test_reload import reloaded
 from tests.net.test_tunnel import HTTPS_ADDRESS, server_on
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import HELLO, Exchange, Origin, origin
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.sockets import Client, Server, basic, echo_server
 
 HONEST: Final = ("honest", TOKEN)

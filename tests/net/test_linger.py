@@ -93,3 +93,15 @@ async def test_beyond_a_number_of_them_the_next_is_closed_at_once(
     assert near.fileno() < 0
     assert far.recv(100) == REPLY
     lingering.close()
+
+
+async def test_those_that_still_linger_are_closed_with_the_gateway(
+    poller: Poller, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    near, far = pair
+    lingering = Lingering(asyncio.get_running_loop(), poller)
+    lingering.close_with(near, REPLY)
+    assert len(lingering) == 1
+    lingering.close()
+    assert near.fileno() < 0
+    assert far.recv(100) == REPLY

@@ -13,13 +13,12 @@ from typing import Any
 import pytest
 
 from tests.model import wire
-from tests.model.harness import until
 from tests.model.wire import PATH, request
 from tests.net.test_plain import ask
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.identities import GATEWAY
 from tests.support.origin import origin
-from tests.support.patience import PATIENCE_S, within
+from tests.support.patience import PATIENCE_S, until, within
 from tests.support.provider import TEXT, FakeProvider
 
 KEY = "sk-operator-secret-0123456789"

@@ -14,7 +14,7 @@ from gateway.net.linger import LINGER_S
 from tests.model.wire import Client as ModelClient
 from tests.model.wire import Peer, scripted
 from tests.net.test_contract import contracted
-from tests.net.test_handover import restarted, until, was_read
+from tests.net.test_handover import restarted, was_read
 from tests.net.test_model import message
 from tests.net.test_plain import GOOD, HTTP_ADDRESS, ask, tunnel
 from tests.net.test_plain_limits import ends
@@ -22,6 +22,7 @@ from tests.net.test_reload import reloaded
 from tests.support.code import readable_code
 from tests.support.gateway_process import TOKEN, GatewayProcess, gateway_process
 from tests.support.origin import Exchange, Origin, origin, say_hello
+from tests.support.patience import until
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import Client, proxy_v2
 

@@ -15,13 +15,12 @@ import pytest
 from gateway.contract.policy import Grant
 from tests.model.wire import STREAM_HEAD, Peer, chunked, scripted
 from tests.net.test_contract import Control, contracted, grant
-from tests.net.test_handover import until
 from tests.net.test_model import KEY, connected, message, write_key
 from tests.net.test_plain import ask
 from tests.net.test_tunnel import opened
 from tests.support.gateway_process import GatewayProcess, gateway_process
 from tests.support.origin import Exchange, origin, say_hello
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import PATIENCE_S, until
 from tests.support.sockets import echo_server
 
 START = b'event: message_start\ndata: {"type":"message_start","message":{"model":"m","usage":{"input_tokens":7,"output_tokens":1}}}\n\n'

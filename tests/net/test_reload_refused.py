@@ -12,11 +12,11 @@ import pytest
 
 from gateway.core.parked import VERSION
 from tests.host.chaos_windows import no_more_descriptors
-from tests.net.test_handover import until
 from tests.net.test_reload import reloaded
 from tests.net.test_tunnel import opened
 from tests.support.code import readable_code
 from tests.support.gateway_process import GatewayProcess, gateway_process
+from tests.support.patience import until
 from tests.support.processes import ConditionTimeoutError
 from tests.support.sockets import echo_server
 

@@ -1,13 +1,23 @@
 """How long tests wait: far longer than anything takes, or exactly as long as is promised, on a clock that knows load."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final
 
 # Every wait of a test ends: what takes longer than this on a loaded machine hangs.
 PATIENCE_S: Final = 60.0
 _TICK_S: Final = 0.01
+
+
+async def until(condition: Callable[[], bool], what: str = "the condition", seconds: float = PATIENCE_S) -> None:
+    """Wait for a condition that no event announces."""
+    try:
+        async with asyncio.timeout(seconds):
+            while not condition():
+                await asyncio.sleep(_TICK_S)
+    except TimeoutError:
+        raise AssertionError(f"{what} did not come true") from None
 
 
 @asynccontextmanager

@@ -2,7 +2,7 @@
 
 import asyncio
 import socket
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
@@ -14,7 +14,7 @@ from gateway.core.parked import Parked
 from gateway.core.rules import RegistryList
 from gateway.core.verdict import CloseReason
 from gateway.registry import Registry, Session
-from tests.support.patience import PATIENCE_S
+from tests.support.patience import until
 
 # More than the socket between them holds.
 MANY = 1000
@@ -156,7 +156,7 @@ async def test_each_process_takes_from_the_budget_and_the_slots_what_the_other_u
         successor.tell()
         uses(new, 100)
         new.slots.hold()
-        await _both(lambda n=number: (old.bytes_left, new.bytes_left) == (left - 107 * n,) * 2)  # type: ignore[misc]
+        await until(lambda n=number: (old.bytes_left, new.bytes_left) == (left - 107 * n,) * 2)  # type: ignore[misc]
         assert (old.slots.elsewhere, new.slots.elsewhere) == (number, 1)
     assert (old.usage(), new.usage()) == (Usage(egress_bytes_up=21), Usage(egress_bytes_up=321))
     following[0].cancel()
@@ -164,12 +164,6 @@ async def test_each_process_takes_from_the_budget_and_the_slots_what_the_other_u
     successor.close()
     await following[1]
     assert new.slots.elsewhere == 0
-
-
-async def _both(condition: Callable[[], bool]) -> None:
-    async with asyncio.timeout(PATIENCE_S):
-        while not condition():
-            await asyncio.sleep(0.01)
 
 
 async def test_a_process_before_tells_what_a_session_used_before_it_says_that_it_has_cut_it(
