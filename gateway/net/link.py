@@ -31,6 +31,8 @@ log = logging.getLogger("gateway.link")
 
 # How often changed usage is reported.
 REPORT_S: Final = 1.0
+# How long a control that takes nothing of what is written for it keeps its connection, and this process, from its end.
+TAKING_S: Final = 1.0
 
 
 class ContractServer:
@@ -51,11 +53,11 @@ class ContractServer:
         self._server = await asyncio.start_unix_server(self._on_connect, sock=listening)
 
     async def close(self) -> None:
-        """Stop, report what was used last, and end the connection."""
+        """Stop, report what was used last, and end the connection when control has taken it."""
         if self._server is not None:
             self._server.close()
         if self._writer is not None:
-            # Closing it sends what is written. If no process takes up the counts, control has them all the same.
+            # If no process takes up the counts, control has them all the same.
             self._report_changes(self._writer)
         for task in list(self._tasks):
             task.cancel()
@@ -96,8 +98,10 @@ class ContractServer:
         finally:
             if self._writer is writer:
                 self._writer = None
-            writer.close()
-            self._tasks.discard(task)
+            try:
+                await _close(writer)
+            finally:
+                self._tasks.discard(task)
 
     async def _serve(
         self,
@@ -159,3 +163,22 @@ class ContractServer:
     @staticmethod
     def _send(writer: asyncio.StreamWriter, message: FromGateway) -> None:
         writer.write(encode(message))
+
+
+async def _close(writer: asyncio.StreamWriter) -> None:
+    """Close a connection when all that was written has been taken; cut it when nothing is taken any more.
+
+    A process with something unsent would not end: it keeps its loop, and the next one waits for its end.
+    """
+    transport = writer.transport
+    writer.close()
+    closed = asyncio.gather(writer.wait_closed(), return_exceptions=True)
+    try:
+        unsent = transport.get_write_buffer_size() + 1
+        while not closed.done() and (left := transport.get_write_buffer_size()) < unsent:
+            unsent = left
+            await asyncio.wait({closed}, timeout=TAKING_S)
+    finally:
+        transport.abort()
+        # A turn or two of the loop.
+        await asyncio.wait({closed}, timeout=TAKING_S)

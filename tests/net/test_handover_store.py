@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gateway.beside import START_S
+from gateway.contract.messages import UsageReport
 from gateway.contract.policy import EgressBudget
 from gateway.core.parked import MAX_BYTES, VERSION, decode_parked
 from gateway.runtime import fdstore
@@ -212,6 +213,30 @@ async def test_what_was_used_last_is_reported_at_a_stop(tmp_path: Path, stored: 
             report = await control.reported("s1", lambda each: each.usage.egress_bytes_up == 3000)
             assert report.usage.egress_bytes_down == 3000
         await control.close()
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_gateway_that_ends_waits_for_control_to_take_its_last_reports_if_control_takes_anything(
+    tmp_path: Path, reads: bool
+) -> None:
+    async with contracted(tmp_path, stored=8) as (gateway, path):
+        manager = gateway.manager
+        assert manager is not None
+        there = await Control.connect(path)
+        await there.welcome()
+        # More reports than a socket holds.
+        await there.snapshot(*(grant(f"s{number}") for number in range(5000)))
+        if not reads:
+            there.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        end = asyncio.create_task(asyncio.to_thread(manager.stop))
+        while reads and (message := await there.read()) is not None:
+            assert isinstance(message, UsageReport)
+            there.usage[message.session] = message
+        assert await end == 0
+        assert len(there.usage) == 5000 or not reads
+        assert "Traceback" not in gateway.log()
+        await asyncio.to_thread(manager.start)
+        await there.close()
 
 
 async def test_a_stop_and_a_reload_ask_the_manager_for_the_time_that_they_may_take() -> None:
