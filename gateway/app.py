@@ -27,7 +27,6 @@ from gateway.net.advice import Adviser
 from gateway.net.decisions import Decisions
 from gateway.net.descriptors import DescriptorBudget, raise_descriptor_limit
 from gateway.net.dial import Dialer
-from gateway.net.handover import Handover
 from gateway.net.idle import IdleSweep
 from gateway.net.linger import Lingering
 from gateway.net.link import ContractServer
@@ -42,6 +41,7 @@ from gateway.net.progress import Progress
 from gateway.net.resolve import Resolver
 from gateway.net.services import Services
 from gateway.net.taking_up import TakingUp, take_up_sessions
+from gateway.net.tasks import Tasks
 from gateway.net.waits import Waits
 from gateway.registry import Registry
 from gateway.runtime import fdstore
@@ -160,7 +160,7 @@ class App:
             pipes=PipePool(),
             idle=IdleSweep(loop, limits.egress_idle_ms / 1000),
             lingering=Lingering(loop, poller),
-            handover=Handover(),
+            tasks=Tasks(),
             decisions=Decisions(self.gateway.registry),
             descriptors=descriptors,
             facts=self._facts(),
@@ -228,7 +228,7 @@ class App:
             await _close(ports)
             for session in self.gateway.registry:
                 session.close(CloseReason.SHUTDOWN)
-            await services.handover.close()
+            await services.tasks.close()
             await self.gateway.model.close()
             for part in (services.waits, services.dialer, services.resolver, services.idle, services.lingering):
                 part.close()

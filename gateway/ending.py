@@ -54,7 +54,7 @@ class Ending:
             # From here on what comes waits in the listening socket: what began now would have nobody to wait for its end.
             self._listener.stop()
             # What they used, here and in the process before, belongs into the record.
-            await self._services.handover.close()
+            await self._services.tasks.close()
             await self._gateway.model.close()
             await self._end(predecessor)
             if leave_with_manager(self._parking, listeners, Unfinished(self._gateway.config.audit.dir)):
@@ -139,7 +139,7 @@ class Ending:
                 why = "the time to drain is over"
         if open_still := self._waited_for():
             log.warning("%s: what still went on here is cut, %d in number", why, open_still)
-        await self._services.handover.close()
+        await self._services.tasks.close()
         await self._gateway.model.close()
         await self._end(predecessor)
         successor.tell()

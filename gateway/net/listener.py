@@ -239,7 +239,7 @@ class Listener:
             try:
                 handoff = RunnerHandoff(self.services, arrival.caller, arrival.sock)
                 arrival.release()
-                self.services.handover.keep(handoff.start(head, target, data[head.size :]))
+                self.services.tasks.keep(handoff.start(head, target, data[head.size :]))
             except HeadError as error:
                 arrival.refuse(error.status, error.reason, error.message)
         else:

@@ -101,7 +101,7 @@ class PlainRelay:
         self._sock = sock
         services.relays.add(self)
         self._task = services.loop.create_task(self._run(sock))
-        services.handover.keep(self._task)
+        services.tasks.keep(self._task)
 
     async def _run(self, sock: socket.socket) -> None:
         self._sock = None

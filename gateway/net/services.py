@@ -15,12 +15,12 @@ from gateway.core.verdict import Deny, DenyReason
 from gateway.net.decisions import Decisions
 from gateway.net.descriptors import DescriptorBudget
 from gateway.net.dial import Dialer
-from gateway.net.handover import Handover
 from gateway.net.idle import IdleSweep
 from gateway.net.linger import Lingering
 from gateway.net.pipes import PipePool
 from gateway.net.poller import Poller
 from gateway.net.resolve import Resolver
+from gateway.net.tasks import Tasks
 from gateway.registry import UNLIMITED, IPAddress, Session
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ class Services:
     pipes: PipePool
     idle: IdleSweep
     lingering: Lingering
-    handover: Handover
+    tasks: Tasks
     decisions: Decisions
     descriptors: DescriptorBudget
     facts: HostFacts

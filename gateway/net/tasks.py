@@ -1,9 +1,9 @@
-"""Holds the tasks in which sockets change hands, and those of plain-HTTP connections."""
+"""The tasks of connections that are served by one: runners on their way to control, and plain HTTP."""
 
 import asyncio
 
 
-class Handover:
+class Tasks:
     """What is to be cancelled and awaited when the gateway ends."""
 
     def __init__(self) -> None:
