@@ -51,7 +51,9 @@ HOST_CHECK_S: Final = 5.0
 HEALTH_PATIENCE_S: Final = 5.0
 # Streams of the API that still run when the daemon stops.
 API_SHUTDOWN_S: Final = 2.0
-
+# Callers, and runners that all come back after a restart, that may wait to be accepted: where the queue of a unix socket is
+# full, connecting fails at once.
+BACKLOG: Final = 1024
 
 # Hard to guess at any rate of tries (RFC 6750 §5.2).
 MIN_BEARER_CHARACTERS: Final = 32
@@ -334,7 +336,7 @@ async def _site(
     app: web.Application, address: str, shutdown_s: float, bearer: Bearer | None = None
 ) -> AsyncIterator[None]:
     try:
-        listening = listen(parse_address(address))
+        listening = listen(parse_address(address), BACKLOG)
     except ListenError as error:
         raise StartError(str(error)) from error
     # A stream whose reader has gone would otherwise wait for the session's next word.
@@ -344,7 +346,8 @@ async def _site(
     await runner.setup()
     assert runner.server is not None
     make = runner.server if bearer is None else bearer.connections(runner.server)
-    server = await asyncio.get_running_loop().create_server(make, sock=listening)
+    # It sets the queue's length anew: to 100, if it is not told.
+    server = await asyncio.get_running_loop().create_server(make, sock=listening, backlog=BACKLOG)
     try:
         yield
     finally:

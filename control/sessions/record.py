@@ -113,6 +113,8 @@ class Recorder:
         self._clock = clock
         self._threads = ThreadPoolExecutor(_SYNC_THREADS, "journal")
         self._behind: dict[str, Record] = {}
+        # Whether the database's last answer was a failure.
+        self._is_away = False
         self._wake = asyncio.Event()
 
     async def record(self, record: Record, event: Event, *, patient: bool = True) -> Session | NotAllowed:
@@ -174,9 +176,8 @@ class Recorder:
             while self._behind:
                 await asyncio.sleep(RETRY_S)
                 for record in list(self._behind.values()):
-                    async with record.lock:
-                        if not await self._flush(record):
-                            break
+                    if not await self._catch_up(record):
+                        break
 
     async def close(self) -> None:
         """Write what can still be written, and end."""
@@ -206,14 +207,30 @@ class Recorder:
         if cancelled:
             self._fall_behind(record)
             raise asyncio.CancelledError
-        await self._flush(record)
+        if self._is_away or record.id in self._behind:
+            # A database that hangs takes its time to fail each time, and what runs does not wait for it: `run` asks again.
+            self._fall_behind(record)
+        else:
+            await self._flush(record)
 
-    async def _flush(self, record: Record) -> bool:
+    async def _catch_up(self, record: Record) -> bool:
+        # Without its lock: events go on to the journal while the database is asked. Nobody else sends it this session's.
+        if not await self._append(record):
+            return False
+        if not record.unstored:
+            return await self._flush(record)
+        # More came meanwhile. Now that the database answers they may wait for it, so that this comes to an end.
+        async with record.lock:
+            return await self._flush(record)
+
+    async def _append(self, record: Record) -> bool:
+        known = list(record.unstored)
+        if not known:
+            return True
         try:
-            if record.unstored:
-                await self._store.append(record.id, record.unstored, record.life)
-                record.unstored.clear()
+            await self._store.append(record.id, known, record.life)
         except StoreUnavailableError as error:
+            self._is_away = True
             if record.id not in self._behind:
                 log.warning("session %s: its journal is ahead of the database: %s", record.id, error)
             self._fall_behind(record)
@@ -221,6 +238,14 @@ class Recorder:
         except asyncio.CancelledError:
             self._fall_behind(record)
             raise
+        self._is_away = False
+        del record.unstored[: len(known)]
+        return True
+
+    async def _flush(self, record: Record) -> bool:
+        """Send all that the database has yet to learn of a session whose lock is held."""
+        if not await self._append(record):
+            return False
         self._behind.pop(record.id, None)
         record.changed.raise_()
         return True

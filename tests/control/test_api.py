@@ -5,6 +5,7 @@ import contextlib
 import io
 import json
 import os
+import socket
 import tarfile
 import threading
 from collections.abc import AsyncIterator
@@ -490,6 +491,16 @@ async def test_without_the_database_nothing_new_starts_and_what_runs_goes_on(
     stored = await host.manager.store.get(running)
     assert stored is not None
     assert stored.life.state is S.EXITED
+
+
+@pytest.mark.parametrize("name", ["api.sock", "runner.sock"])
+async def test_hundreds_who_call_at_once_are_none_too_many(host: Host, name: str) -> None:
+    # The daemon is in this loop, which does not turn meanwhile: all of them wait to be accepted.
+    with contextlib.ExitStack() as callers:
+        for _ in range(500):
+            caller = callers.enter_context(socket.socket(socket.AF_UNIX))
+            caller.setblocking(False)
+            caller.connect(str(host.root / name))
 
 
 async def test_metrics_are_prometheus_text(http: aiohttp.ClientSession, client: ControlClient) -> None:

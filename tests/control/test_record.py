@@ -32,9 +32,12 @@ class Flaky(Store):
 
     away = False
     appends = 0
+    # While it is not set, calls wait.
+    answers: asyncio.Event
 
     async def append(self, session: str, new: object, life: Session) -> None:
         self.appends += 1
+        await self.answers.wait()
         if self.away:
             raise StoreUnavailableError("away")
         await super().append(session, new, life)  # type: ignore[arg-type]
@@ -43,6 +46,8 @@ class Flaky(Store):
 @pytest.fixture
 async def store(tmp_path: Path) -> AsyncIterator[Flaky]:
     store = Flaky(f"sqlite:///{tmp_path}/control.db")
+    store.answers = asyncio.Event()
+    store.answers.set()
     await store.migrate()
     yield store
     await store.close()
@@ -54,6 +59,7 @@ async def recorder(store: Flaky, monkeypatch: pytest.MonkeyPatch) -> AsyncIterat
     recorder = Recorder(store)
     running = asyncio.create_task(recorder.run())
     yield recorder
+    store.answers.set()
     running.cancel()
     await recorder.close()
 
@@ -121,6 +127,29 @@ async def test_without_the_database_it_goes_on_and_the_database_catches_up_in_or
     stored = await store.get("s1")
     assert stored is not None
     assert stored.life == record.life
+
+
+async def test_while_a_database_hangs_what_runs_does_not_wait_for_it(
+    recorder: Recorder, record: Record, store: Flaky
+) -> None:
+    store.away = True
+    await recorder.record(record, LaunchRequested())
+    store.away = False
+    store.answers.clear()
+    tried = store.appends
+    await until(lambda: store.appends > tried, "another try")
+    async with asyncio.timeout(PATIENCE_S):
+        await recorder.record(record, LaunchStarted("10.0.0.16", "hash"))
+        await recorder.record_all(record, [EndRequested(Reason.TIME_LIMIT, str(n)) for n in range(3)])
+    assert not recorder.is_stored(record)
+    assert len(journal.read(record.journal)) == 5
+    store.answers.set()
+    await until(lambda: recorder.behind() == 0, "the database's catching up")
+    assert recorder.is_stored(record)
+    assert await numbers(store) == [1, 2, 3, 4, 5]
+    # It is asked at once again.
+    await recorder.record(record, EndRequested(Reason.TIME_LIMIT))
+    assert await numbers(store) == [1, 2, 3, 4, 5, 6]
 
 
 async def test_a_new_process_brings_the_database_up_to_the_journal(
