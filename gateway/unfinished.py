@@ -78,17 +78,19 @@ class Unfinished:
         """Write the lines, unless the tunnels were taken up, and remove the file."""
         if self._path is None:
             return
+        lines = []
         try:
-            with self._path.open("rb") as file:
-                lines = decode(file.read(_MAX_BYTES))
+            # Of those that go on nobody needs it: a full disk may have kept it from being whole.
+            if not taken_up:
+                with self._path.open("rb") as file:
+                    lines = decode(file.read(_MAX_BYTES))
         except FileNotFoundError:
             return
         except (OSError, ValueError) as error:
             log.error("the ends of tunnels that were parked cannot be read: %s", error)
-            lines = []
         with contextlib.suppress(OSError):
             self._path.unlink()
-        if taken_up or not lines:
+        if not lines:
             return
         log.warning("%d tunnels were parked and not taken up: cut at the stop", len(lines))
         for line in lines:

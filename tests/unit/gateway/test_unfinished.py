@@ -37,3 +37,15 @@ def test_a_time_that_is_no_number_of_seconds_keeps_no_gateway_from_starting(tmp_
     Unfinished(str(tmp_path)).settle(audit, taken_up=False)
     audit.close()
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("taken_up", [True, False])
+def test_a_file_that_a_full_disk_cut_is_told_of_only_if_its_lines_are_missed(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, taken_up: bool
+) -> None:
+    (tmp_path / ".unfinished").write_bytes(msgspec.json.encode([LINE])[:-20])
+    audit = AuditLog(str(tmp_path), 10)
+    Unfinished(str(tmp_path)).settle(audit, taken_up=taken_up)
+    audit.close()
+    assert list(tmp_path.iterdir()) == []
+    assert bool(caplog.records) is not taken_up
