@@ -12,7 +12,7 @@ import msgspec
 from control.db.database import StoreUnavailableError
 from control.db.rows import Selection, StoredSession
 from control.db.store import Store
-from control.docker.types import EngineError, NotFoundError
+from control.docker.types import EngineError
 from control.plan.admission import Admission, AdmissionError, Demand
 from control.plan.grants import grant_for, policy_digest, total
 from control.plan.reconcile import Adopt, CleanUp, Fail, Refuse, Relaunch, RemoveStray, Requeue, reconcile
@@ -397,8 +397,6 @@ class SessionManager:
                 self._admit()
                 if record.life.address:
                     await engine.remove_out_volume(session)
-            except NotFoundError:
-                pass
             except EngineError as error:
                 log.warning("session %s cannot be cleaned up, trying again: %s", session, error)
                 await asyncio.sleep(RETRY_S)
