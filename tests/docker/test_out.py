@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from control.docker.service import DockerService
-from control.docker.types import EngineError, OutLimits
+from control.docker.types import EngineError, NotFoundError, OutLimits
+from control.docker.volumes import OutVolumes, volume_name
 from gateway.contract.limits import KIB, MIB
 from tests.docker.sandboxes import HOST_ID, Sandboxes
 from tests.support import identities
@@ -160,6 +161,17 @@ async def test_a_removed_volume_leaves_no_device_and_no_file(
     assert f"{HOST_ID}-{sandbox.session}" not in listing.stdout
     loops = subprocess.run(["losetup", "--list", "--output", "BACK-FILE"], check=True, capture_output=True, text=True)
     assert f"{HOST_ID}-{sandbox.session}" not in loops.stdout
+
+
+async def test_a_volume_that_no_helper_is_there_to_take_down_stays_known(service: DockerService) -> None:
+    volumes = OutVolumes(service._engine, "another-host")
+    await volumes.declare("left")
+    try:
+        with pytest.raises(NotFoundError, match="helper does not run"):
+            await volumes.remove("left")
+        assert await volumes.sessions() == ["left"]
+    finally:
+        await service._engine.call(lambda api: api.remove_volume(volume_name("left")))
 
 
 async def test_volumes_are_made_at_the_same_time_on_devices_of_their_own(service: DockerService) -> None:
