@@ -20,8 +20,11 @@ from gateway.net.services import Services
 from gateway.net.splice import Splicer
 from gateway.registry import IPAddress, Session
 from gateway.runtime.addresses import UnixAddress, parse_address
+from gateway.runtime.log import Seldom
 
 log = logging.getLogger("gateway.runner")
+# A sandbox can connect thousands of times while control is away, or does not take it.
+log.addFilter(Seldom())
 
 # Control answers on the same host; longer means that it is not there.
 HANDOFF_S: Final = 5.0

@@ -15,8 +15,11 @@ from gateway.core.verdict import DenyReason
 from gateway.net.dial import Dialer, DialError
 from gateway.net.poller import Poller
 from gateway.net.upstream import UpstreamConnection, UpstreamOwner
+from gateway.runtime.log import Seldom
 
 log = logging.getLogger("gateway.upstream")
+# A sandbox can ask thousands of times for a model whose provider is away.
+log.addFilter(Seldom())
 
 # Below the idle limits of load balancers in common use (60 s and more), so that it is rarely they who close.
 KEEP_IDLE_S: Final = 55.0

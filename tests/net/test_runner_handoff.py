@@ -204,3 +204,17 @@ async def test_a_target_that_is_not_exactly_the_one_given_to_sandboxes_names_no_
         assert reply.status == 401
         assert not seen
         assert "Traceback" not in gateway.log()
+
+
+async def test_a_runner_that_comes_again_and_again_while_control_is_away_does_not_fill_the_log() -> None:
+    tries = 100
+    with gateway_process({"runner": {"upstream": "unix:/nonexistent/control.sock"}}) as gateway:
+        for _ in range(tries):
+            async with await gateway.client() as client:
+                head = b"GET /runner?session=s1 HTTP/1.1\r\nAuthorization: Bearer %b\r\n%b\r\n" % (
+                    TOKEN.encode(),
+                    UPGRADE,
+                )
+                assert (await client.ask(head)).status == 503
+        # Said once in ten seconds.
+        assert 1 <= gateway.log().count("control cannot be reached") < tries / 2

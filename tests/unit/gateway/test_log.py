@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from gateway.runtime.log import LineFormatter, one_line
+from gateway.runtime.log import SELDOM_S, LineFormatter, Seldom, one_line
 from tests.support.paths import CHECKOUT
 
 
@@ -32,3 +32,21 @@ def test_both_daemons_log_so() -> None:
     assert done.stderr == "INFO root: a\\nb\n"
     for main in ("gateway/__main__.py", "control/__main__.py"):
         assert "basicConfig" not in (CHECKOUT / main).read_text()
+
+
+def test_a_message_that_comes_again_and_again_is_said_once_in_a_while_with_how_often_it_was_not() -> None:
+    now = 0.0
+    seldom = Seldom(lambda: now)
+
+    def said(message: str, *values: object) -> str | None:
+        record = logging.LogRecord("gateway", logging.WARNING, "", 0, message, values, None)
+        return record.getMessage() if seldom.filter(record) else None
+
+    assert said("runner of %s", "a") == "runner of a"
+    assert [said("runner of %s", each) for each in "abc"] == [None] * 3
+    assert said("another") == "another"
+    now = SELDOM_S
+    assert said("runner of %s", "b") == "runner of b (3 such messages were left out)"
+    assert said("runner of %s", "b") is None
+    now = 2 * SELDOM_S
+    assert said("another") == "another"
