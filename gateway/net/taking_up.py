@@ -36,7 +36,13 @@ log = logging.getLogger("gateway.taking_up")
 
 
 def take_up_sessions(registry: Registry, record: Parked) -> None:
-    """Put the grants of the process before in force, with what was used; what control says next replaces them."""
+    """Put the grants of the process before in force, with what was used, and no others.
+
+    What is granted now, by the sessions' file or by control, replaces them when all is taken up: what was open under a grant
+    is judged by how that one changed. Both pictures at once may contradict each other.
+    """
+    for known in registry:
+        registry.revoke(known.id)
     for parked in record.sessions:
         problems = registry.put(parked.grant)
         session = registry.get(parked.grant.session)

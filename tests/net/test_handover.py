@@ -366,6 +366,29 @@ async def test_a_tunnel_whose_session_is_gone_at_the_restart_is_cut_and_logged()
             assert (await gateway.await_audit("s1", event="close"))["reason"] == "revoked"
 
 
+async def test_a_place_that_is_another_sessions_in_the_next_picture_keeps_nothing_open_and_forgets_no_count() -> None:
+    places = ("10.231.0.16", "10.231.0.17")
+    budget = {"bytes": 10, "connections": 8}
+    sessions = [{"id": f"s{n}", "address": places[n - 1], "egress_budget": budget} for n in (1, 2)]
+    with gateway_process(sessions=sessions, stored=8) as gateway:
+        async with echo_server() as server, await opened(gateway, f"127.0.0.1:{server.port}") as client:
+            await client.send(b"x" * 5)
+            assert await client.read_exactly(5) == b"x" * 5
+            assert (await gateway.await_audit("s1", event="close"))["reason"] == "budget_exhausted"
+            async with await gateway.client("s2") as other:
+                assert (await other.tunnel(f"127.0.0.1:{server.port}", ("s2", TOKEN))).status == 200
+                for each, place in zip(gateway.sessions, reversed(places), strict=True):
+                    each["address"] = place
+                gateway.write_files()
+                await restarted(gateway)
+                assert await other.read_to_end() == b""
+            assert (await gateway.await_audit("s2", event="close"))["reason"] == "revoked"
+            async with await gateway.client() as again:
+                refused = await again.tunnel(f"127.0.0.1:{server.port}", GOOD)
+                assert refused.reason == "budget_exhausted"
+        assert "ERROR" not in gateway.log()
+
+
 async def test_connections_that_come_while_no_gateway_runs_are_served_by_the_next() -> None:
     with gateway_process(stored=8) as gateway:
         async with echo_server() as server:
