@@ -81,10 +81,7 @@ class Arrival:
                 return False
             self.proxied = True
             self.buffer = self.buffer[header.size :]
-            self.caller = self.source = header.source
-            if self.watching and not listener.share(self):
-                self.drop()
-                return True
+            self.caller = header.source
         key = b""
         whole = key_of_connect(self.buffer, listener.head_bytes)
         if whole is not None:
@@ -96,9 +93,21 @@ class Arrival:
                 return True
         head = parse_head(self.buffer, listener.head_bytes) if self.buffer else INCOMPLETE
         if isinstance(head, Incomplete):
-            return False
+            return self.source is None and not self._count()
         self._leave()
         listener.route(self, head, self.buffer, key)
+        return True
+
+    def _count(self) -> bool:
+        """Make it one of its caller's that wait, now that its head has begun. Drops it and returns False if they are too many.
+
+        Not with the PROXY header: a forwarder that leads hundreds of connections here at once sends all of the headers first.
+        """
+        if self.buffer:
+            self.source = self.caller
+            if self.watching and not self._listener.share(self):
+                self.drop()
+                return False
         return True
 
     def _leave(self) -> None:

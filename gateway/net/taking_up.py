@@ -154,7 +154,9 @@ class TakingUp:
         arrival.proxied = parked.proxied
         arrival.buffer = parked.data
         try:
-            arrival.source = self._listener.source_again(arrival)
+            # One of which only the PROXY header has come is counted when its head begins.
+            if parked.data or not parked.caller:
+                arrival.source = self._listener.source_again(arrival)
         except OSError:
             # Its client has left meanwhile.
             arrival.drop()
