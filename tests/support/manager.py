@@ -94,6 +94,9 @@ class Manager:
     def start(self) -> None:
         """Start the daemon with what the store holds and wait until it says READY=1."""
         assert not self.running
+        if self._process is not None:
+            # It is dead, but may not have been waited for: its end was seen in /proc.
+            self._process.wait(60)
         self._ready = False
         kept = self.stored[:]
         environment = {**self.environment, "NOTIFY_SOCKET": str(self._path)}
