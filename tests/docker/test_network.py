@@ -203,7 +203,7 @@ async def test_neighbour_is_closed_by_each_kind_of_rule_alone(
 async def test_forwarder_is_reached_with_br_netfilter_on_and_off(
     sandboxes: Sandboxes, plan: HostPlan, br_netfilter: None
 ) -> None:
-    sandbox = await sandboxes.launch("exec 3<>/dev/tcp/opificia-gateway/8900; head -n 1 <&3")
+    sandbox = await sandboxes.launch("exec 3<>/dev/tcp/opificia-gateway/8900; echo hello >&3; head -n 1 <&3")
     assert (await sandbox.ended()).stdout == f"door:{sandbox.address}\n"
 
 
