@@ -1,5 +1,6 @@
 """What every folder shares: Hypothesis' settings, the images, the time each folder took, the place of the longest tests."""
 
+import fcntl
 import os
 import time
 from collections import defaultdict
@@ -7,6 +8,8 @@ from typing import Final
 
 import pytest
 from hypothesis import HealthCheck, settings
+from xdist.remote import Producer
+from xdist.scheduler import LoadScopeScheduling
 
 from control.images.build import build
 from control.images.recipes import IMAGES as RECIPES
@@ -31,6 +34,10 @@ settings.load_profile("opificia")
 # All tests are to be done in 25 minutes, wherever they run: the deployment to a server of its own needs eight of them.
 DEPLOY_BEGINS_WITHIN_S: Final = 16 * 60.0
 
+_DEPLOYMENT: Final = ("tests/host/test_deploy.py", "tests/host/test_restart.py")
+# Folders that start engines and make networks.
+_WITH_ENGINE: Final = ("tests/clients/", "tests/docker/", "tests/host/", "tests/net/")
+
 _begun = time.monotonic()
 _deploys: bool | None = None
 _seconds: defaultdict[str, float] = defaultdict(float)
@@ -42,13 +49,32 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if session.config.option.collectonly or os.geteuid() != 0:
         return
     if any("engine" in getattr(item, "fixturenames", ()) for item in session.items):
-        for name in RECIPES:
-            build(recipe(name), IMAGES)
+        IMAGES.mkdir(parents=True, exist_ok=True)
+        with (IMAGES / ".building").open("w") as lock:
+            # Processes that run side by side each collect all tests.
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            for name in RECIPES:
+                build(recipe(name), IMAGES)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put the deployment last."""
     items.sort(key=lambda item: item.get_closest_marker("deploy") is not None)
+
+
+class SideBySide(LoadScopeScheduling):  # type: ignore[misc]  # it has no types
+    """What each of several processes runs (`-n 2`): what shares an engine or watches the whole machine is run by one."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(_DEPLOYMENT):
+            return "deployment"
+        return "engine" if nodeid.startswith(_WITH_ENGINE) else "others"
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Producer) -> SideBySide:
+    """Tests wait more than they compute, for limits that pass and for engines that start."""
+    return SideBySide(config, log)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
